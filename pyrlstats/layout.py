@@ -1,0 +1,195 @@
+"""The one place that names accumulators and bins: Python reads it, the C++ header is generated from it.
+
+Standard library only, so that the build can run it as a script (``python -I layout.py`` prints ``layout.h``)
+and so that a machine without the compiled extension can use the kernels.
+
+Bins are log-linear on the bits of a float32 ``x``, ascending in value (``m`` = mantissa bits)::
+
+    a   = bits(x) & 0x7fffffff
+    nan : a > 0x7f800000     inf: a == 0x7f800000     zero: a == 0       (counted apart, in no bin)
+    pos = clamp((a >> (23 - m)) - ((127 + min_exp) << m), 0, P - 1)
+    bin = (P + pos) ^ (2P - 1 if x < 0 else 0)
+
+The formula is written once per language: here, ``csrc/bins.h`` and ``kernels/tile.py``.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+STATE_VERSION = 1
+
+# SUM, int64. One row of the state per slice.
+COUNTS = (
+    "n_tokens",  # members of the slice, finite or not
+    "n_nan",
+    "n_pos_inf",
+    "n_neg_inf",
+    "n_zero",  # x == 0, either sign
+    "clip_low",  # finite x < float32(log1p(-low))
+    "clip_high",  # finite x > float32(log1p(high))
+    "n_far",  # finite |x| >= NEAR_LIMIT
+    "n_out_of_range",  # slice ids >= the number of slices; kept in the row of slice 0
+)
+
+# SUM, float64, over the finite x of the slice. Near: |x| < NEAR_LIMIT; far: the others.
+# Weights are w = exp(x); k3 = expm1(x) - x. The far weights are scaled by 2^-k, k = scale_exponent(max x).
+SUMS = (
+    "near_x",
+    "near_x2",  # x^2
+    "near_k3",  # so that sum (w - 1) = near_x + near_k3
+    "near_excess",  # (w - 1)^2 - x^2 = k3 (2x + k3), so that sum (w - 1)^2 = near_x2 + near_excess
+    "abs_x",  # |x|, near and far
+    "far_x",
+    "far_x2",
+    "far_k3",  # +inf where float64 overflows
+    "far_w",  # 2^-k w
+    "far_w2",  # 2^-2k w^2
+)
+
+# MAX, float64, over the finite x of the slice; -inf where there is none.
+MAXIMA = ("max_x", "neg_min_x")
+
+NEAR_LIMIT = 0.5  # a bin edge; below it w - 1 is summed, so that nothing cancels
+LOG2E = math.log2(math.e)
+
+ABS_BITS = 0x7FFFFFFF
+INF_BITS = 0x7F800000
+
+
+def float32_bits(value: float) -> int:
+    """Bits of ``value`` rounded to float32, as an unsigned integer."""
+    return int(struct.unpack("<I", struct.pack("<f", value))[0])
+
+
+def float32_from_bits(bits: int) -> float:
+    return float(struct.unpack("<f", struct.pack("<I", bits))[0])
+
+
+NEAR_BITS = float32_bits(NEAR_LIMIT)
+
+
+def clip_thresholds(clip: tuple[float, float]) -> tuple[float, float]:
+    """The bounds on x of a ratio clip (low, high), rounded to float32 here and nowhere else.
+
+    A token is clipped low where ``x < log1p(-low)`` and high where ``x > log1p(high)``.
+    """
+    low, high = clip
+    return (
+        float32_from_bits(float32_bits(math.log1p(-low))),
+        float32_from_bits(float32_bits(math.log1p(high))),
+    )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Bins of the histogram: ``2^mantissa_bits`` per octave and sign, octaves ``[2^min_exp, 2^max_exp)``.
+
+    Args:
+        mantissa_bits: 0 to 10. Inside the window a bin's relative width is at most ``2^-mantissa_bits``.
+        min_exp: values below ``2^min_exp`` fall into the first bin of their sign: absolute error
+            at most ``2^min_exp (1 + 2^-mantissa_bits)``.
+        max_exp: values from ``2^max_exp`` on fall into the last bin of their sign, bounded by the exact extrema.
+
+    Raises:
+        ValueError: a field out of range, or a number of octaves that is not a power of two.
+    """
+
+    mantissa_bits: int = 5
+    min_exp: int = -24
+    max_exp: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("mantissa_bits", "min_exp", "max_exp"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"Layout {name} must be an int, got {type(value).__name__}")
+        if not 0 <= self.mantissa_bits <= 10:
+            raise ValueError(f"Layout mantissa_bits must be from 0 to 10, got {self.mantissa_bits}")
+        if not -126 <= self.min_exp < self.max_exp <= 128:
+            raise ValueError(
+                "Layout exponents must satisfy -126 <= min_exp < max_exp <= 128, "
+                f"got min_exp={self.min_exp}, max_exp={self.max_exp}"
+            )
+        octaves = self.max_exp - self.min_exp
+        if octaves & (octaves - 1):
+            raise ValueError(
+                f"Layout max_exp - min_exp must be a power of two, got {octaves}: "
+                f"try max_exp={self.min_exp + (1 << octaves.bit_length())}"
+            )
+
+    @property
+    def bins_per_sign(self) -> int:
+        """P."""
+        return (self.max_exp - self.min_exp) << self.mantissa_bits
+
+    @property
+    def n_bins(self) -> int:
+        """2P, a power of two: the negative bins, then the positive ones."""
+        return 2 * self.bins_per_sign
+
+    @property
+    def shift(self) -> int:
+        return 23 - self.mantissa_bits
+
+    @property
+    def offset(self) -> int:
+        return (127 + self.min_exp) << self.mantissa_bits
+
+    def bin_index(self, bits: Any) -> Any:
+        """Bins of float32 bit patterns that are finite and not zero.
+
+        Args:
+            bits: integer array or tensor of any shape, **signed** int32 reinterpretation of float32.
+
+        Returns:
+            Integer array or tensor of the same shape, in [0, 2P). NaN, inf and zero get some bin: callers
+            count those apart.
+        """
+        positive = self.bins_per_sign
+        pos = (((bits & ABS_BITS) >> self.shift) - self.offset).clip(0, positive - 1)
+        return (positive + pos) ^ ((bits < 0) * (2 * positive - 1))
+
+    @cached_property
+    def abs_edges(self) -> tuple[float, ...]:
+        """The P + 1 edges of abs(x), ascending: 0, then every bin's lower edge, then inf. Bins are [lo, hi)."""
+        inner = (
+            float32_from_bits((pos + self.offset) << self.shift)
+            for pos in range(1, self.bins_per_sign)
+        )
+        return (0.0, *inner, math.inf)
+
+
+def c_header() -> str:
+    """Text of ``layout.h``: the tables above as C++ constants."""
+
+    def enum(prefix: str, names: tuple[str, ...]) -> str:
+        fields = [prefix + "".join(part.capitalize() for part in name.split("_")) for name in names]
+        return f"enum {{ {', '.join(fields)}, {prefix}Size }};"
+
+    return "\n".join(
+        (
+            "// Generated by pyrlstats/layout.py.",
+            "#pragma once",
+            "#include <cstdint>",
+            "namespace layout {",
+            f"constexpr int kStateVersion = {STATE_VERSION};",
+            enum("kCount", COUNTS),
+            enum("kSum", SUMS),
+            enum("kMax", MAXIMA),
+            f"constexpr uint32_t kAbsBits = {ABS_BITS:#x};",
+            f"constexpr uint32_t kInfBits = {INF_BITS:#x};",
+            f"constexpr uint32_t kNearBits = {NEAR_BITS:#x};",
+            f"constexpr double kLog2E = {LOG2E!r};",
+            "}  // namespace layout",
+            "",
+        )
+    )
+
+
+if __name__ == "__main__":
+    print(c_header(), end="")

@@ -1,0 +1,184 @@
+"""The mergeable state: what the kernels fill and every statistic reads.
+
+One flat buffer of int64 words, so that a state is one allocation, one copy to the host and one payload::
+
+    [ counts: S x len(COUNTS) | histogram: S x 2P | sums: S x len(SUMS) | maxima: S x len(MAXIMA) ]
+
+The last two are float64 views of the same words. The size depends on slices and layout, never on data.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from pyrlstats.layout import COUNTS, LOG2E, MAXIMA, SUMS, Layout
+
+Array = Any  # a NumPy array or a torch tensor
+
+
+def namespace(array: Array) -> Any:
+    """``torch`` for a tensor, ``numpy`` otherwise: the functions used on states have the same names in both."""
+    torch = sys.modules.get("torch")
+    return torch if torch is not None and isinstance(array, torch.Tensor) else np
+
+
+def scale_exponent(max_x: Array) -> Array:
+    """k of the far weights' scale 2^-k: floor(max x log2 e) in float64, 0 for an empty slice.
+
+    The same bits on every backend: one IEEE multiplication and a floor.
+    """
+    xp = namespace(max_x)
+    finite = xp.where(xp.isfinite(max_x), max_x, 0.0)
+    return xp.floor(finite * LOG2E)
+
+
+def power_of_two(exponent: Array) -> Array:
+    """2^exponent exactly, for float64 integers; 0 below 2^-1022, inf above 2^1023."""
+    xp = namespace(exponent)
+    biased = xp.asarray(xp.clip(exponent, -1023.0, 1024.0), dtype=xp.int64) + 1023
+    return (biased << 52).view(xp.float64)
+
+
+@dataclass(frozen=True)
+class State:
+    """Mergeable state of ``S`` slices, on one device.
+
+    Attributes:
+        names: the slices, in order.
+        layout: bins of the histogram.
+        clip: (low, high) of the clip counts.
+        buffer: int64 (words,), the whole state. The views below share its memory.
+        counts: int64 (S, len(COUNTS)), tokens.
+        histogram: int64 (S, 2P), tokens; bins ascend in value; zeros and non-finite tokens are in no bin.
+        sums: float64 (S, len(SUMS)).
+        maxima: float64 (S, len(MAXIMA)), nats; -inf for an empty slice.
+    """
+
+    names: tuple[str, ...]
+    layout: Layout
+    clip: tuple[float, float]
+    buffer: Array
+
+    @classmethod
+    def empty(
+        cls,
+        names: Sequence[str],
+        layout: Layout,
+        clip: tuple[float, float],
+        device: Any = None,
+    ) -> State:
+        """A state of no tokens: on a torch device, or in NumPy memory where ``device`` is None."""
+        slices = len(names)
+        words = slices * (len(COUNTS) + layout.n_bins + len(SUMS) + len(MAXIMA))
+        if device is None:
+            buffer: Array = np.zeros(words, np.int64)
+        else:
+            import torch
+
+            buffer = torch.zeros(words, dtype=torch.int64, device=device)
+        state = cls(tuple(names), layout, clip, buffer)
+        state.maxima[...] = -float("inf")
+        return state
+
+    def _view(self, start: int, columns: int) -> Array:
+        slices = len(self.names)
+        return self.buffer[slices * start : slices * (start + columns)].reshape(slices, columns)
+
+    @property
+    def counts(self) -> Array:
+        return self._view(0, len(COUNTS))
+
+    @property
+    def histogram(self) -> Array:
+        return self._view(len(COUNTS), self.layout.n_bins)
+
+    @property
+    def sums(self) -> Array:
+        words = self._view(len(COUNTS) + self.layout.n_bins, len(SUMS))
+        return words.view(namespace(words).float64)
+
+    @property
+    def maxima(self) -> Array:
+        words = self._view(len(COUNTS) + self.layout.n_bins + len(SUMS), len(MAXIMA))
+        return words.view(namespace(words).float64)
+
+    def count(self, name: str) -> Array:
+        """One row of COUNTS for every slice: int64 (S,)."""
+        return self.counts[:, COUNTS.index(name)]
+
+    def sum(self, name: str) -> Array:
+        """One row of SUMS for every slice: float64 (S,)."""
+        return self.sums[:, SUMS.index(name)]
+
+    def maximum(self, name: str) -> Array:
+        """One row of MAXIMA for every slice: float64 (S,)."""
+        return self.maxima[:, MAXIMA.index(name)]
+
+    def copy(self) -> State:
+        """The same state in memory of its own, on the same device. Does not sync."""
+        xp = namespace(self.buffer)
+        return replace(self, buffer=self.buffer.clone() if xp is not np else self.buffer.copy())
+
+    def to_host(self) -> State:
+        """The same state in NumPy memory: one device-to-host copy, which syncs on a GPU."""
+        if namespace(self.buffer) is np:
+            return self
+        return replace(self, buffer=self.buffer.detach().cpu().numpy())
+
+    def clear_(self) -> None:
+        """Forget every token, in place."""
+        self.buffer[...] = 0
+        self.maxima[...] = -float("inf")
+
+    def check_mergeable(self, other: State) -> None:
+        """Raise ValueError, naming what differs, unless ``other`` holds the same slices, layout and clip."""
+        for field in ("names", "layout", "clip"):
+            mine, theirs = getattr(self, field), getattr(other, field)
+            if mine != theirs:
+                raise ValueError(
+                    f"states with different {field} cannot be merged: {mine} and {theirs}; "
+                    f"make both with the same {field}"
+                )
+        xp = namespace(self.buffer)
+        if xp is not namespace(other.buffer):
+            raise ValueError(
+                "a state in NumPy memory and one in torch memory cannot be merged: "
+                "make both from the same kind of input"
+            )
+        if xp is not np and self.buffer.device != other.buffer.device:
+            raise ValueError(
+                f"states on {self.buffer.device} and {other.buffer.device} cannot be merged: "
+                "move one with .to(device)"
+            )
+
+    def merge_(self, other: State) -> None:
+        """Pool ``other`` into this state, in place: SUM, MAX, and the exact rescale of the far weights.
+
+        Raises:
+            ValueError: other slices, layout, clip or device; both states are left unchanged.
+        """
+        self.check_mergeable(other)
+        xp = namespace(self.buffer)
+        maxima = xp.maximum(self.maxima, other.maxima)
+        exponent = scale_exponent(maxima[:, MAXIMA.index("max_x")])
+        sums = self._rescaled_sums(exponent) + other._rescaled_sums(exponent)
+        integers = len(self.names) * (len(COUNTS) + self.layout.n_bins)
+        self.buffer[:integers] += other.buffer[:integers]
+        self.sums[...] = sums
+        self.maxima[...] = maxima
+
+    def _rescaled_sums(self, exponent: Array) -> Array:
+        """The sums with far weights scaled by 2^-exponent (S,): an exact multiplication."""
+        down = scale_exponent(self.maximum("max_x")) - exponent
+        # an empty state has no far weights, whatever its exponent
+        xp = namespace(down)
+        down = xp.where(self.count("n_far") > 0, down, 0.0)
+        factor = xp.ones_like(self.sums)
+        factor[:, SUMS.index("far_w")] = power_of_two(down)
+        factor[:, SUMS.index("far_w2")] = power_of_two(2.0 * down)
+        return self.sums * factor
