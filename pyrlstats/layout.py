@@ -157,10 +157,7 @@ class Layout:
     @cached_property
     def abs_edges(self) -> tuple[float, ...]:
         """The P + 1 edges of abs(x), ascending: 0, then every bin's lower edge, then inf. Bins are [lo, hi)."""
-        inner = (
-            float32_from_bits((pos + self.offset) << self.shift)
-            for pos in range(1, self.bins_per_sign)
-        )
+        inner = (float32_from_bits((pos + self.offset) << self.shift) for pos in range(1, self.bins_per_sign))
         return (0.0, *inner, math.inf)
 
 

@@ -1,0 +1,10 @@
+"""Distribution statistics of policy log-ratios for reinforcement-learning post-training."""
+
+from pyrlstats._build import build_info, version
+from pyrlstats.api import SliceAccumulator, slice_stats
+from pyrlstats.layout import Layout
+from pyrlstats.slice_stats import SliceStats
+
+__version__ = version()
+
+__all__ = ["Layout", "SliceAccumulator", "SliceStats", "__version__", "build_info", "slice_stats"]

@@ -1,0 +1,229 @@
+"""The single input gate: what users have becomes a checked :class:`Batch`, or an error that says what to do.
+
+Nothing here copies, converts or reads a token: only shapes, dtypes, devices and names are looked at.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from pyrlstats.backends.batch import Batch
+from pyrlstats.state import Array
+
+Masks = Any  # None, one array, a mapping name -> array, or a sequence of arrays
+
+_FLOATS = ("float32", "bfloat16", "float16", "float64")
+_INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+_MASKS = ("bool", *_INTEGERS, *_FLOATS)
+
+
+def check_clip(clip: tuple[float, float]) -> tuple[float, float]:
+    """(low, high) as floats, with 0 < low < 1 and high > 0."""
+    try:
+        low, high = (float(bound) for bound in clip)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"clip must be two numbers (low, high), got {clip!r}") from error
+    if not 0.0 < low < 1.0:
+        raise ValueError(f"clip low must satisfy 0 < low < 1, got {low}")
+    if not 0.0 < high < math.inf:
+        raise ValueError(f"clip high must be positive and finite, got {high}")
+    return low, high
+
+
+def check_names(names: Sequence[str]) -> tuple[str, ...]:
+    """Slice names: at least one, distinct, not empty, without '/' (which separates slice and statistic in keys)."""
+    if isinstance(names, str):
+        raise TypeError(f"names must be a sequence of strings, got the string {names!r}: use [{names!r}]")
+    checked = tuple(names)
+    if not checked:
+        raise ValueError("names must hold at least one slice name, got none")
+    for name in checked:
+        if not isinstance(name, str):
+            raise TypeError(f"slice names must be strings, got {name!r} ({type(name).__name__})")
+        if not name:
+            raise ValueError("slice names must not be empty")
+        if "/" in name:
+            raise ValueError(f"slice name {name!r} must not contain '/': it separates slice and statistic")
+    if len(set(checked)) != len(checked):
+        twice = next(name for name in checked if checked.count(name) > 1)
+        raise ValueError(f"slice name {twice!r} is given twice: names must differ")
+    return checked
+
+
+def resolve_names(masks: Masks, slice_ids: Any, names: Sequence[str] | None) -> tuple[str, ...]:
+    """The slice names that one call's ``masks``, ``slice_ids`` and ``names`` imply."""
+    if slice_ids is not None:
+        if masks is not None:
+            raise ValueError("masks and slice_ids exclude each other: give one of them")
+        if names is None:
+            raise ValueError("slice_ids needs names=: the name of slice 0, 1, ...")
+        return check_names(names)
+    if masks is None or _is_array(masks):
+        return ("all",) if names is None else check_names(names)
+    if isinstance(masks, Mapping):
+        if names is not None:
+            raise ValueError("names= is for a sequence of masks; a mapping already names its slices")
+        return check_names(tuple(masks))
+    if isinstance(masks, Sequence) and not isinstance(masks, str):
+        if names is None:
+            raise ValueError("a sequence of masks needs names=; or give a mapping name -> mask")
+        return check_names(names)
+    raise TypeError(
+        "masks must be None, an array, a mapping name -> array or a sequence of arrays, "
+        f"got {type(masks).__name__}"
+    )
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray) or hasattr(value, "__dlpack__")
+
+
+def _as_array(name: str, value: Any) -> Array:
+    """A NumPy array or a detached torch tensor over the same memory."""
+    if isinstance(value, np.ndarray):
+        return value
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return value.detach() if value.requires_grad else value
+    if hasattr(value, "__dlpack__"):
+        if torch is not None:
+            return torch.from_dlpack(value)
+        try:
+            return np.from_dlpack(value)
+        except (BufferError, RuntimeError, TypeError) as error:
+            raise TypeError(
+                f"{name}: NumPy cannot read this DLPack object ({error}); import torch to read it"
+            ) from error
+    raise TypeError(
+        f"{name} must be a torch tensor, a NumPy array or a DLPack object, got {type(value).__name__}: "
+        "convert it with torch.as_tensor or numpy.asarray"
+    )
+
+
+def _dtype_name(array: Array) -> str:
+    return str(array.dtype).removeprefix("torch.")
+
+
+def _check_dtype(name: str, array: Array, accepted: tuple[str, ...]) -> None:
+    dtype = _dtype_name(array)
+    if dtype not in accepted:
+        raise TypeError(f"{name} must have one of the dtypes {', '.join(accepted)}, got {dtype}")
+
+
+def device_of(array: Array) -> Any:
+    """The torch device, or None for NumPy memory."""
+    return None if isinstance(array, np.ndarray) else array.device
+
+
+def _on_common_ground(arrays: dict[str, Array]) -> dict[str, Array]:
+    """All NumPy, or all torch on one device; NumPy arrays beside CPU tensors are viewed as tensors."""
+    first, like = next(iter(arrays.items()))
+    kinds = {isinstance(array, np.ndarray) for array in arrays.values()}
+    if kinds == {True}:
+        return arrays
+    import torch
+
+    common = {
+        name: torch.from_numpy(array) if isinstance(array, np.ndarray) else array
+        for name, array in arrays.items()
+    }
+    like = common[first]
+    for name, array in common.items():
+        if array.device != like.device:
+            raise ValueError(
+                f"{name} must be on {first}'s device {like.device}, got {array.device}: "
+                f"move it with .to({str(like.device)!r})"
+            )
+        if array.layout != torch.strided:
+            raise TypeError(f"{name} must be a dense (strided) tensor, got {array.layout}: call .to_dense()")
+    return common
+
+
+def _broadcast(name: str, array: Array, shape: tuple[int, ...]) -> Array:
+    if tuple(array.shape) == shape:
+        return array
+    try:
+        if isinstance(array, np.ndarray):
+            return np.broadcast_to(array, shape)
+        return array.expand(shape)
+    except (ValueError, RuntimeError):
+        raise ValueError(f"{name} must broadcast to logp's shape {shape}, got {tuple(array.shape)}") from None
+
+
+def gate(
+    logp: Any,
+    old_logp: Any,
+    masks: Masks,
+    slice_ids: Any,
+    base_mask: Any,
+    names: tuple[str, ...],
+) -> Batch:
+    """Check one call's arguments against the slices ``names`` and return them as a Batch.
+
+    Raises:
+        TypeError: something that is no array, or of a dtype that is not accepted.
+        ValueError: shapes, devices or names that do not fit. Nothing has been read or changed then.
+    """
+    arrays = {"logp": _as_array("logp", logp), "old_logp": _as_array("old_logp", old_logp)}
+    for name, array in arrays.items():
+        _check_dtype(name, array, _FLOATS)
+    shape = tuple(arrays["logp"].shape)
+    if tuple(arrays["old_logp"].shape) != shape:
+        raise ValueError(f"old_logp must have logp's shape {shape}, got {tuple(arrays['old_logp'].shape)}")
+
+    mask_keys: list[str] | None = None
+    if masks is not None:
+        per_slice = _masks_by_name(masks, names)
+        mask_keys = [f"mask of slice {name!r}" for name in names]
+        for key, value in zip(mask_keys, per_slice, strict=True):
+            arrays[key] = _as_array(key, value)
+            _check_dtype(key, arrays[key], _MASKS)
+    elif slice_ids is None and len(names) != 1:
+        raise ValueError(f"masks are needed for the slices {list(names)}: give a mapping name -> mask")
+    if slice_ids is not None:
+        arrays["slice_ids"] = _as_array("slice_ids", slice_ids)
+        _check_dtype("slice_ids", arrays["slice_ids"], _INTEGERS)
+    if base_mask is not None:
+        arrays["mask"] = _as_array("mask", base_mask)
+        _check_dtype("mask", arrays["mask"], _MASKS)
+
+    arrays = _on_common_ground(arrays)
+    return Batch(
+        logp=arrays["logp"],
+        old_logp=arrays["old_logp"],
+        masks=None if mask_keys is None else tuple(_broadcast(key, arrays[key], shape) for key in mask_keys),
+        slice_ids=None if slice_ids is None else _broadcast("slice_ids", arrays["slice_ids"], shape),
+        base_mask=None if base_mask is None else _broadcast("mask", arrays["mask"], shape),
+    )
+
+
+def _masks_by_name(masks: Masks, names: tuple[str, ...]) -> list[Any]:
+    """The masks in the order of ``names``."""
+    if isinstance(masks, Mapping):
+        missing = [name for name in names if name not in masks]
+        unknown = [name for name in masks if name not in names]
+        if missing or unknown:
+            raise ValueError(
+                f"masks must hold exactly the slices {list(names)}: missing {missing}, unknown {unknown}"
+            )
+        return [masks[name] for name in names]
+    if _is_array(masks):
+        if len(names) != 1:
+            raise ValueError(
+                f"masks must hold one mask for each of the slices {list(names)}, got a single array: "
+                "give a mapping name -> mask"
+            )
+        return [masks]
+    if not isinstance(masks, Sequence) or isinstance(masks, str):
+        raise TypeError(
+            "masks must be None, an array, a mapping name -> array or a sequence of arrays, "
+            f"got {type(masks).__name__}"
+        )
+    if len(masks) != len(names):
+        raise ValueError(f"masks must hold one mask a name: got {len(masks)} masks and {len(names)} names")
+    return list(masks)

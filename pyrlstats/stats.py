@@ -1,0 +1,223 @@
+"""Every scalar statistic as a pure function of a state: one name, one formula, one place.
+
+All functions take a :class:`~pyrlstats.state.State` of S slices and return an array of shape (S,): a NumPy
+array or a torch tensor on the state's device, like the state itself. Nothing here reads a token, allocates by
+data or syncs. Counts are int64; everything else is float64 and NaN for a slice without finite tokens.
+
+Samples come from the old (behaviour) policy: ``x = logp - old_logp`` in nats, weight and ratio ``w = exp(x)``.
+Fractions and means are over ``n_finite``; NaN and infinite x are counted and excluded from everything else.
+"""
+
+from __future__ import annotations
+
+from pyrlstats.layout import LOG2E
+from pyrlstats.state import Array, State, namespace, power_of_two, scale_exponent
+
+# 2^32 is the largest scale at which w - 1 and w of far tokens still share one float64 sum
+_UNSCALED_EXPONENT = 32.0
+
+
+def n_tokens(state: State) -> Array:
+    """Members of the slice, finite or not. Tokens."""
+    return state.count("n_tokens")
+
+
+def n_nan(state: State) -> Array:
+    """Members whose x is NaN (also inf - inf). Tokens."""
+    return state.count("n_nan")
+
+
+def n_pos_inf(state: State) -> Array:
+    """Members whose x is +inf. Tokens."""
+    return state.count("n_pos_inf")
+
+
+def n_neg_inf(state: State) -> Array:
+    """Members whose x is -inf. Tokens."""
+    return state.count("n_neg_inf")
+
+
+def n_finite(state: State) -> Array:
+    """Members with finite x: the denominator of every fraction and mean. Tokens."""
+    return n_tokens(state) - n_nan(state) - n_pos_inf(state) - n_neg_inf(state)
+
+
+def n_zero(state: State) -> Array:
+    """Members with x == 0 exactly, either sign. Tokens."""
+    return state.count("n_zero")
+
+
+def _denominator(state: State) -> Array:
+    """n_finite as float64, NaN where it is 0."""
+    xp = namespace(state.buffer)
+    n = n_finite(state)
+    return xp.where(n > 0, xp.asarray(n, dtype=xp.float64), float("nan"))
+
+
+def _nan_if_empty(state: State, values: Array) -> Array:
+    return namespace(values).where(n_finite(state) > 0, values, float("nan"))
+
+
+def zero_fraction(state: State) -> Array:
+    """Share of x == 0. 1.0 on the first minibatch of an on-policy step whose engines agree bit for bit."""
+    return n_zero(state) / _denominator(state)
+
+
+def log_ratio_mean(state: State) -> Array:
+    """mean(x), nats. The negative of ``kl_k1``."""
+    return (state.sum("near_x") + state.sum("far_x")) / _denominator(state)
+
+
+def log_ratio_std(state: State) -> Array:
+    """Population standard deviation of x, nats.
+
+    From float64 sums; held between 0 and half the range of x, so that equal tokens give exactly 0.
+    """
+    xp = namespace(state.buffer)
+    mean_square = (state.sum("near_x2") + state.sum("far_x2")) / _denominator(state)
+    variance = mean_square - log_ratio_mean(state) ** 2
+    half_range = (log_ratio_max(state) - log_ratio_min(state)) / 2.0
+    return xp.minimum(xp.sqrt(xp.clip(variance, 0.0, None)), half_range)
+
+
+def log_ratio_min(state: State) -> Array:
+    """Smallest finite x, exact. Nats."""
+    return _nan_if_empty(state, -state.maximum("neg_min_x"))
+
+
+def log_ratio_max(state: State) -> Array:
+    """Largest finite x, exact. Nats."""
+    return _nan_if_empty(state, state.maximum("max_x"))
+
+
+def log_ratio_abs_mean(state: State) -> Array:
+    """mean(abs(x)), nats."""
+    return state.sum("abs_x") / _denominator(state)
+
+
+def kl_k1(state: State) -> Array:
+    """mean(-x), nats: the unbiased, high-variance estimator of KL(old, new). Schulman (2020), k1."""
+    return -log_ratio_mean(state)
+
+
+def kl_k2(state: State) -> Array:
+    """mean(x^2) / 2, nats: a biased, low-variance estimator of KL(old, new). Schulman (2020), k2."""
+    return (state.sum("near_x2") + state.sum("far_x2")) / _denominator(state) / 2.0
+
+
+def kl_k3(state: State) -> Array:
+    """mean(expm1(x) - x), nats: an unbiased estimator of KL(old, new), never negative. Schulman (2020), k3.
+
+    Does not cancel at small x; +inf where float64 overflows (x above 709).
+    """
+    return (state.sum("near_k3") + state.sum("far_k3")) / _denominator(state)
+
+
+def _scale(state: State) -> Array:
+    """k: the far weights of the state are scaled by 2^-k."""
+    return scale_exponent(state.maximum("max_x"))
+
+
+def _scaled_weight_sums(state: State) -> tuple[Array, Array]:
+    """2^-k sum w and 2^-2k sum w^2, over near and far tokens."""
+    xp = namespace(state.buffer)
+    k = _scale(state)
+    n_near = xp.asarray(n_finite(state) - state.count("n_far"), dtype=xp.float64)
+    offset = state.sum("near_x") + state.sum("near_k3")  # sum (w - 1)
+    offset2 = state.sum("near_x2") + state.sum("near_excess")  # sum (w - 1)^2
+    k_near = xp.clip(k, -1.0, None)  # a near token keeps k at -1 or above; without one its sums are 0
+    first = power_of_two(-k_near) * (n_near + offset) + state.sum("far_w")
+    second = power_of_two(-2.0 * k_near) * (n_near + 2.0 * offset + offset2) + state.sum("far_w2")
+    return first, second
+
+
+def chi2(state: State) -> Array:
+    """n sum w^2 / (sum w)^2 - 1, dimensionless: chi-square divergence of the self-normalised weights.
+
+    Scale-free: adding a constant to every x changes nothing. From sums of w - 1 while the largest weight is
+    below 2^32, so that it is right at std(x) = 1e-5; from scaled sums of w above. Held between 0 and the
+    largest value that the exact extrema allow, sinh^2((max x - min x) / 2) (Kantorovich's inequality), so
+    that equal tokens give exactly 0.
+    """
+    xp = namespace(state.buffer)
+    n = _denominator(state)
+    k = _scale(state)
+    small = k <= _UNSCALED_EXPONENT
+    unscale = power_of_two(xp.where(small, k, 0.0))
+    n_far = xp.asarray(state.count("n_far"), dtype=xp.float64)
+    far_w, far_w2 = unscale * state.sum("far_w"), unscale**2 * state.sum("far_w2")
+    mean = (state.sum("near_x") + state.sum("near_k3") + (far_w - n_far)) / n  # mean (w - 1)
+    mean2 = (state.sum("near_x2") + state.sum("near_excess") + (far_w2 - 2.0 * far_w + n_far)) / n
+    # all weights far below 1: w - 1 is -1 for all, so only the scaled sums hold the digits
+    offset_form = (mean2 - mean**2) / (1.0 + mean) ** 2
+    first, second = _scaled_weight_sums(state)
+    scaled_form = n * second / first**2 - 1.0
+    value = xp.where(small & (mean > -0.5), offset_form, scaled_form)
+    half_range = (log_ratio_max(state) - log_ratio_min(state)) / 2.0
+    largest = xp.sinh(xp.clip(half_range, None, 350.0)) ** 2
+    return xp.minimum(xp.clip(value, 0.0, None), largest)
+
+
+def renyi2(state: State) -> Array:
+    """log(1 + chi2), nats: Renyi divergence of order 2 of the self-normalised weights."""
+    return namespace(state.buffer).log1p(chi2(state))
+
+
+def ess(state: State) -> Array:
+    """(sum w)^2 / sum w^2, tokens: Kish's effective sample size, from 1 to n_finite. Scale-free.
+
+    Source: Kish (1965), Survey Sampling.
+    """
+    return ess_fraction(state) * _denominator(state)
+
+
+def ess_fraction(state: State) -> Array:
+    """ess / n_finite, from 1 / n_finite to 1; equals 1 / (1 + chi2)."""
+    return 1.0 / (1.0 + chi2(state))
+
+
+def max_weight_ess_fraction(state: State) -> Array:
+    """(sum w / max w) / n_finite: the share of tokens that the largest weight leaves. Scale-free.
+
+    Source: Elvira, Martino, Robert (2022), Rethinking the effective sample size.
+    """
+    xp = namespace(state.buffer)
+    first, _ = _scaled_weight_sums(state)
+    largest = xp.exp2(_nan_if_empty(state, state.maximum("max_x")) * LOG2E - _scale(state))
+    return first / largest / _denominator(state)
+
+
+def ratio_mean(state: State) -> Array:
+    """mean(w), raw, never truncated; +inf where float64 overflows."""
+    first, _ = _scaled_weight_sums(state)
+    return power_of_two(_scale(state)) * (first / _denominator(state))
+
+
+def ratio_std(state: State) -> Array:
+    """Population standard deviation of w, raw; mean(w) sqrt(chi2), so that nothing cancels."""
+    return ratio_mean(state) * namespace(state.buffer).sqrt(chi2(state))
+
+
+def ratio_min(state: State) -> Array:
+    """Smallest w, raw."""
+    return namespace(state.buffer).exp(log_ratio_min(state))
+
+
+def ratio_max(state: State) -> Array:
+    """Largest w, raw; +inf where float64 overflows."""
+    return namespace(state.buffer).exp(log_ratio_max(state))
+
+
+def clip_fraction_low(state: State) -> Array:
+    """Share of w < 1 - low, decided on x with the threshold rounded to float32. Not signed by advantage."""
+    return state.count("clip_low") / _denominator(state)
+
+
+def clip_fraction_high(state: State) -> Array:
+    """Share of w > 1 + high, decided on x with the threshold rounded to float32. Not signed by advantage."""
+    return state.count("clip_high") / _denominator(state)
+
+
+def clip_fraction(state: State) -> Array:
+    """Share of w outside [1 - low, 1 + high]. Not signed by advantage."""
+    return (state.count("clip_low") + state.count("clip_high")) / _denominator(state)
