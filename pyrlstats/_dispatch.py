@@ -65,9 +65,7 @@ def choose(device: Any) -> tuple[str, ModuleType]:
         reason = unavailable(fast)
         if fast not in _warned:
             _warned.add(fast)
-            warnings.warn(
-                f"pyrlstats runs its slow {fallback!r} backend: {reason}", RuntimeWarning, stacklevel=4
-            )
+            warnings.warn(f"pyrlstats runs its slow {fallback!r} backend: {reason}", RuntimeWarning, stacklevel=4)
         return fallback, _module(fallback)
 
 

@@ -74,8 +74,7 @@ def resolve_names(masks: Masks, slice_ids: Any, names: Sequence[str] | None) -> 
             raise ValueError("a sequence of masks needs names=; or give a mapping name -> mask")
         return check_names(names)
     raise TypeError(
-        "masks must be None, an array, a mapping name -> array or a sequence of arrays, "
-        f"got {type(masks).__name__}"
+        f"masks must be None, an array, a mapping name -> array or a sequence of arrays, got {type(masks).__name__}"
     )
 
 
@@ -129,8 +128,7 @@ def _on_common_ground(arrays: dict[str, Array]) -> dict[str, Array]:
     import torch
 
     common = {
-        name: torch.from_numpy(array) if isinstance(array, np.ndarray) else array
-        for name, array in arrays.items()
+        name: torch.from_numpy(array) if isinstance(array, np.ndarray) else array for name, array in arrays.items()
     }
     like = common[first]
     for name, array in common.items():
@@ -208,9 +206,7 @@ def _masks_by_name(masks: Masks, names: tuple[str, ...]) -> list[Any]:
         missing = [name for name in names if name not in masks]
         unknown = [name for name in masks if name not in names]
         if missing or unknown:
-            raise ValueError(
-                f"masks must hold exactly the slices {list(names)}: missing {missing}, unknown {unknown}"
-            )
+            raise ValueError(f"masks must hold exactly the slices {list(names)}: missing {missing}, unknown {unknown}")
         return [masks[name] for name in names]
     if _is_array(masks):
         if len(names) != 1:
@@ -221,8 +217,7 @@ def _masks_by_name(masks: Masks, names: tuple[str, ...]) -> list[Any]:
         return [masks]
     if not isinstance(masks, Sequence) or isinstance(masks, str):
         raise TypeError(
-            "masks must be None, an array, a mapping name -> array or a sequence of arrays, "
-            f"got {type(masks).__name__}"
+            f"masks must be None, an array, a mapping name -> array or a sequence of arrays, got {type(masks).__name__}"
         )
     if len(masks) != len(names):
         raise ValueError(f"masks must hold one mask a name: got {len(masks)} masks and {len(names)} names")

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-
 from pyrlstats import _dispatch
 from pyrlstats._inputs import Masks, check_clip, check_names, device_of, gate, resolve_names
 from pyrlstats.backends.batch import Batch
@@ -188,6 +187,4 @@ class SliceAccumulator:
         )
 
     def __repr__(self) -> str:
-        return (
-            f"SliceAccumulator({list(self.names)}, layout={self.layout}, clip={self.clip})\n{self.compute()}"
-        )
+        return f"SliceAccumulator({list(self.names)}, layout={self.layout}, clip={self.clip})\n{self.compute()}"

@@ -15,10 +15,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pyrlstats.layout import Layout
 from pyrlstats.state import Array, State, namespace
 from pyrlstats.stats import log_ratio_max, log_ratio_min
+
+Numbers = float | Sequence[float]
+Edges = NDArray[np.float64]
 
 
 class Histogram(NamedTuple):
@@ -41,7 +45,7 @@ class _Cells(NamedTuple):
     layout: Layout
 
     @property
-    def edges(self) -> np.ndarray[Any, np.dtype[np.float64]]:
+    def edges(self) -> Edges:
         """(cells + 1,), ascending; the outermost are 0 or infinite."""
         return _edge_table(self.layout, self.signed)
 
@@ -55,7 +59,7 @@ class _Ranked(NamedTuple):
 
 
 @functools.cache
-def _edge_table(layout: Layout, signed: bool) -> np.ndarray[Any, np.dtype[np.float64]]:
+def _edge_table(layout: Layout, signed: bool) -> Edges:
     edges = np.array(layout.abs_edges)
     return np.concatenate((-edges[::-1], edges) if signed else ([0.0], edges))
 
@@ -68,7 +72,7 @@ def _constant(values: tuple[float, ...], device: Any) -> Array:
     return torch.tensor(values, dtype=torch.float64).to(device, non_blocking=True)
 
 
-def _on_device_of(array: Array, values: Sequence[float]) -> Array:
+def _on_device_of(array: Array, values: Sequence[float] | Edges) -> Array:
     if namespace(array) is np:
         return np.asarray(values, dtype=np.float64)
     return _constant(tuple(values), array.device)
@@ -97,9 +101,6 @@ def _halves(state: State) -> tuple[Array, Array]:
     positive = state.layout.bins_per_sign
     histogram = state.histogram
     return histogram[:, :positive], histogram[:, positive:]
-
-
-Numbers = float | Sequence[float]
 
 
 def _as_list(name: str, given: Numbers) -> tuple[list[float], bool]:

@@ -124,8 +124,14 @@ def statistics(x: Float32, clip: tuple[float, float] = (0.2, 0.2)) -> dict[str, 
         "n_zero": int(np.count_nonzero(finite == 0)),
     }
     if n == 0:
-        return values | dict.fromkeys(_NAN_WHEN_EMPTY, float("nan"))
+        names = _measures(np.zeros(1), clip)
+        return values | dict.fromkeys(names, float("nan"))
+    return values | _measures(finite, clip)
 
+
+def _measures(finite: Float64, clip: tuple[float, float]) -> dict[str, float]:
+    """Everything that is no count, of at least one finite x."""
+    n = finite.size
     low, high = clip_thresholds(clip)
     shifted = np.exp(finite - finite.max())  # w / max w: the scale-free statistics need no more
     probability = shifted / shifted.sum()
@@ -137,8 +143,8 @@ def statistics(x: Float32, clip: tuple[float, float] = (0.2, 0.2)) -> dict[str, 
         chi2 = np.mean((offset - offset.mean()) ** 2) / (1.0 + offset.mean()) ** 2
     with np.errstate(over="ignore"):
         ratio_mean = np.exp(finite.max()) * np.mean(shifted)
-        return values | {
-            "zero_fraction": values["n_zero"] / n,
+        return {
+            "zero_fraction": np.mean(finite == 0),
             "log_ratio_mean": np.mean(finite),
             "log_ratio_std": np.std(finite),
             "log_ratio_min": finite.min(),
@@ -161,11 +167,3 @@ def statistics(x: Float32, clip: tuple[float, float] = (0.2, 0.2)) -> dict[str, 
             "clip_fraction_high": np.mean(finite > high),
             "clip_fraction": np.mean((finite < low) | (finite > high)),
         }
-
-
-_NAN_WHEN_EMPTY = (
-    "zero_fraction log_ratio_mean log_ratio_std log_ratio_min log_ratio_max log_ratio_abs_mean "
-    "kl_k1 kl_k2 kl_k3 ratio_mean ratio_std ratio_min ratio_max ess ess_fraction "
-    "max_weight_ess_fraction perplexity_ess_fraction chi2 renyi2 "
-    "clip_fraction_low clip_fraction_high clip_fraction"
-).split()

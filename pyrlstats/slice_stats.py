@@ -114,9 +114,7 @@ class SliceView:
         return f"SliceView({name!r})\n{_table(self._stats, [name])}"
 
 
-SCALARS: tuple[str, ...] = tuple(
-    name for name, value in vars(SliceView).items() if isinstance(value, _Statistic)
-)
+SCALARS: tuple[str, ...] = tuple(name for name, value in vars(SliceView).items() if isinstance(value, _Statistic))
 
 
 class SliceStats(Mapping[str, SliceView]):

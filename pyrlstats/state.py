@@ -152,8 +152,7 @@ class State:
             )
         if xp is not np and self.buffer.device != other.buffer.device:
             raise ValueError(
-                f"states on {self.buffer.device} and {other.buffer.device} cannot be merged: "
-                "move one with .to(device)"
+                f"states on {self.buffer.device} and {other.buffer.device} cannot be merged: move one with .to(device)"
             )
 
     def merge_(self, other: State) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -11,12 +13,12 @@ from pyrlstats.layout import COUNTS, MAXIMA, SUMS
 from pyrlstats.state import Array, State
 
 
-def _to_numpy(array: Array) -> NDArray[np.generic]:
+def _to_numpy(array: Array) -> NDArray[Any]:
     if isinstance(array, np.ndarray):
         return array
     # NumPy has no bfloat16; float32 holds every one of them
     wide = array.float() if str(array.dtype) == "torch.bfloat16" else array
-    converted: NDArray[np.generic] = wide.cpu().numpy()
+    converted: NDArray[Any] = wide.cpu().numpy()
     return converted
 
 
@@ -31,7 +33,7 @@ def accumulate(batch: Batch, state: State) -> None:
     if batch.slice_ids is not None:
         ids = _to_numpy(batch.slice_ids).reshape(-1)
         members = [base & (ids == index) for index in range(slices)]
-        out_of_range = np.count_nonzero(base & (ids >= slices))
+        out_of_range = int(np.count_nonzero(base & (ids >= slices)))
     elif batch.masks is not None:
         members = [base & (_to_numpy(mask).reshape(-1) != 0) for mask in batch.masks]
     else:
