@@ -1,0 +1,41 @@
+# make demo   everything from nothing: environment, build, a trained agent and its report
+# make test   everything from nothing: environment, build, the tests
+# TORCH chooses the torch requirement, VENV the environment's folder, PYTHON the interpreter.
+
+TORCH ?= torch
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet
+SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc kernels pyrlstats -type f -not -path '*/__pycache__/*')
+
+.PHONY: demo test lint bench clean
+
+demo: $(VENV)/.package
+	$(BIN)/pyrlstats demo
+
+test: $(VENV)/.package
+	$(PIP) --group test
+	$(BIN)/pytest
+
+lint: $(VENV)/.package
+	$(PIP) --group test --group lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $$(find csrc -type f)
+	cd $(VENV) && bin/mypy --strict -p pyrlstats
+
+bench: $(VENV)/.package
+	$(PIP) --group test
+	$(BIN)/pytest benchmarks --benchmark-enable --benchmark-only
+
+# torch comes first, so that the user's choice is kept; then the package, as a user would install it
+$(VENV)/.package: $(SOURCES)
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade pip
+	$(PIP) "$(TORCH)"
+	$(PIP) ".[demo]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist
