@@ -1,7 +1,8 @@
 """Distribution statistics of policy log-ratios for reinforcement-learning post-training."""
 
 from pyrlstats._build import build_info, version
-from pyrlstats.api import SliceAccumulator, slice_stats
+from pyrlstats.accumulator import SliceAccumulator
+from pyrlstats.api import slice_stats
 from pyrlstats.layout import Layout
 from pyrlstats.slice_stats import SliceStats
 

@@ -5,7 +5,6 @@ Nothing here copies, converts or reads a token: only shapes, dtypes, devices and
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from pyrlstats.backends.batch import Batch
+from pyrlstats.layout import check_names
 from pyrlstats.state import Array
 
 Masks = Any  # None, one array, a mapping name -> array, or a sequence of arrays
@@ -20,39 +20,6 @@ Masks = Any  # None, one array, a mapping name -> array, or a sequence of arrays
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 _MASKS = ("bool", *_INTEGERS, *_FLOATS)
-
-
-def check_clip(clip: tuple[float, float]) -> tuple[float, float]:
-    """(low, high) as floats, with 0 < low < 1 and high > 0."""
-    try:
-        low, high = (float(bound) for bound in clip)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"clip must be two numbers (low, high), got {clip!r}") from error
-    if not 0.0 < low < 1.0:
-        raise ValueError(f"clip low must satisfy 0 < low < 1, got {low}")
-    if not 0.0 < high < math.inf:
-        raise ValueError(f"clip high must be positive and finite, got {high}")
-    return low, high
-
-
-def check_names(names: Sequence[str]) -> tuple[str, ...]:
-    """Slice names: at least one, distinct, not empty, without '/' (which separates slice and statistic in keys)."""
-    if isinstance(names, str):
-        raise TypeError(f"names must be a sequence of strings, got the string {names!r}: use [{names!r}]")
-    checked = tuple(names)
-    if not checked:
-        raise ValueError("names must hold at least one slice name, got none")
-    for name in checked:
-        if not isinstance(name, str):
-            raise TypeError(f"slice names must be strings, got {name!r} ({type(name).__name__})")
-        if not name:
-            raise ValueError("slice names must not be empty")
-        if "/" in name:
-            raise ValueError(f"slice name {name!r} must not contain '/': it separates slice and statistic")
-    if len(set(checked)) != len(checked):
-        twice = next(name for name in checked if checked.count(name) > 1)
-        raise ValueError(f"slice name {twice!r} is given twice: names must differ")
-    return checked
 
 
 def resolve_names(masks: Masks, slice_ids: Any, names: Sequence[str] | None) -> tuple[str, ...]:
@@ -119,6 +86,11 @@ def device_of(array: Array) -> Any:
     return None if isinstance(array, np.ndarray) else array.device
 
 
+def _where_float64_is(array: Array) -> Array:
+    """The tensor itself, or its copy on the CPU where its device has no float64 (MPS)."""
+    return array.cpu() if array.device.type == "mps" else array
+
+
 def _on_common_ground(arrays: dict[str, Array]) -> dict[str, Array]:
     """All NumPy, or all torch on one device; NumPy arrays beside CPU tensors are viewed as tensors."""
     first, like = next(iter(arrays.items()))
@@ -139,7 +111,7 @@ def _on_common_ground(arrays: dict[str, Array]) -> dict[str, Array]:
             )
         if array.layout != torch.strided:
             raise TypeError(f"{name} must be a dense (strided) tensor, got {array.layout}: call .to_dense()")
-    return common
+    return {name: _where_float64_is(array) for name, array in common.items()}
 
 
 def _broadcast(name: str, array: Array, shape: tuple[int, ...]) -> Array:

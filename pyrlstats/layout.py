@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -71,6 +72,39 @@ def float32_from_bits(bits: int) -> float:
 
 
 NEAR_BITS = float32_bits(NEAR_LIMIT)
+
+
+def check_clip(clip: tuple[float, float]) -> tuple[float, float]:
+    """(low, high) as floats, with 0 < low < 1 and high > 0."""
+    try:
+        low, high = (float(bound) for bound in clip)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"clip must be two numbers (low, high), got {clip!r}") from error
+    if not 0.0 < low < 1.0:
+        raise ValueError(f"clip low must satisfy 0 < low < 1, got {low}")
+    if not 0.0 < high < math.inf:
+        raise ValueError(f"clip high must be positive and finite, got {high}")
+    return low, high
+
+
+def check_names(names: Sequence[str]) -> tuple[str, ...]:
+    """Slice names: at least one, distinct, not empty, without '/' (which separates slice and statistic in keys)."""
+    if isinstance(names, str):
+        raise TypeError(f"names must be a sequence of strings, got the string {names!r}: use [{names!r}]")
+    checked = tuple(names)
+    if not checked:
+        raise ValueError("names must hold at least one slice name, got none")
+    for name in checked:
+        if not isinstance(name, str):
+            raise TypeError(f"slice names must be strings, got {name!r} ({type(name).__name__})")
+        if not name:
+            raise ValueError("slice names must not be empty")
+        if "/" in name:
+            raise ValueError(f"slice name {name!r} must not contain '/': it separates slice and statistic")
+    if len(set(checked)) != len(checked):
+        twice = next(name for name in checked if checked.count(name) > 1)
+        raise ValueError(f"slice name {twice!r} is given twice: names must differ")
+    return checked
 
 
 def clip_thresholds(clip: tuple[float, float]) -> tuple[float, float]:

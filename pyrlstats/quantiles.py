@@ -129,8 +129,10 @@ def _rank(cells: _Cells, q: list[float]) -> _Ranked:
     xp = namespace(cells.counts)
     cumulative = xp.cumsum(cells.counts, -1)
     n = cumulative[:, -1:]
-    rank = xp.ceil(_on_device_of(n, q) * n)
-    rank = xp.maximum(xp.asarray(rank, dtype=xp.int64), xp.ones_like(n))
+    rank = _on_device_of(n, q) * n
+    exact = cells.counts.dtype == xp.int64  # weighted counts of DecayedStats have no ranks
+    if exact:
+        rank = xp.maximum(xp.asarray(xp.ceil(rank), dtype=xp.int64), xp.ones_like(n))
     cell = (cumulative[:, None, :] < rank[:, :, None]).sum(-1)
     cell = xp.clip(cell, 0, cells.counts.shape[-1] - 1)  # past the end only where n is 0
     count = _take(cells.counts, cell)
@@ -140,10 +142,10 @@ def _rank(cells: _Cells, q: list[float]) -> _Ranked:
     hi = xp.clip(edges[cell + 1], cells.lowest, cells.highest)
     # the extreme tokens are known exactly, the smallest abs(x) is not
     lo = xp.where(rank == n, cells.highest, lo)
-    if cells.signed:
+    if cells.signed and exact:
         hi = xp.where(rank == 1, cells.lowest, hi)
         lo = xp.where(rank == 1, cells.lowest, lo)
-    inside = (rank - before - 0.5) / xp.maximum(count, xp.ones_like(count))
+    inside = (rank - before - (0.5 if exact else 0.0)) / xp.where(count > 0, count, xp.ones_like(count))
     return _Ranked(lo, hi, inside)
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, replace
 from typing import Any
 
 import numpy as np
 
 from pyrlstats import quantiles as _quantiles
 from pyrlstats import stats as _stats
+from pyrlstats.layout import STATE_VERSION
 from pyrlstats.quantiles import Histogram, Numbers
 from pyrlstats.state import Array, State
 
@@ -145,14 +146,17 @@ class SliceStats(Mapping[str, SliceView]):
         """Tokens whose slice id named no slice (0-d int64): they are in none, and counted here."""
         return self.state.count("n_out_of_range").sum()
 
-    def merge(self, other: SliceStats) -> SliceStats:
-        """The pooled statistics of both, as if their tokens had come in one call. Neither is changed.
+    def merge(self, other: SliceStats | Iterable[SliceStats]) -> SliceStats:
+        """The pooled statistics of this and ``other``, one or several, as if all tokens had come in one call.
+
+        None is changed. Does not sync.
 
         Raises:
             ValueError: other slices, layout, clip or device.
         """
         merged = self.state.copy()
-        merged.merge_(other.state)
+        for one in [other] if isinstance(other, SliceStats) else other:
+            merged.merge_(one.state)
         return SliceStats(merged)
 
     def __add__(self, other: object) -> SliceStats:
@@ -201,11 +205,53 @@ class SliceStats(Mapping[str, SliceView]):
             values = host._with_errors_ignored(function, list(levels))
             for q, column in zip(levels, values.T.tolist(), strict=True):
                 columns[f"{stem}_{percentile_name(q)}"] = column
-        result: dict[str, float] = {f"{prefix}n_out_of_range": int(host.n_out_of_range)}
+        result: dict[str, float] = {f"{prefix}n_out_of_range": host.n_out_of_range.item()}
         for index, name in enumerate(self.state.names):
             for statistic, column in columns.items():
                 result[f"{prefix}{name}/{statistic}"] = column[index]
         return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """Names, layout, clip, version and the state's buffer (on its device), for a checkpoint or a Ray driver."""
+        return {
+            "version": STATE_VERSION,
+            "names": list(self.state.names),
+            "layout": astuple(self.state.layout),
+            "clip": self.state.clip,
+            "buffer": self.state.buffer,
+        }
+
+    @classmethod
+    def from_state_dict(cls, state_dict: Mapping[str, Any]) -> SliceStats:
+        """What :meth:`state_dict` gave.
+
+        Raises:
+            ValueError: another version, or contents that do not fit together.
+        """
+        return cls(State.from_parts(**state_dict))
+
+    def to_bytes(self) -> bytes:
+        """A versioned, checksummed binary form; see :mod:`pyrlstats.binary`. Copies the state to the host."""
+        from pyrlstats import binary
+
+        return binary.to_bytes(self.state.to_host())
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> SliceStats:
+        """What :meth:`to_bytes` gave, in NumPy memory, equal to the bit.
+
+        Raises:
+            ValueError: data that is truncated, corrupted, foreign or of another version.
+        """
+        from pyrlstats import binary
+
+        return cls(binary.from_bytes(data))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"state": self.state}
+
+    def __setstate__(self, pickled: dict[str, Any]) -> None:
+        self.__init__(pickled["state"])  # type: ignore[misc]
 
     def _evaluate(self, function: Callable[[State], Array]) -> Array:
         if function not in self._values:

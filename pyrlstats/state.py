@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from pyrlstats.layout import COUNTS, LOG2E, MAXIMA, SUMS, Layout
+from pyrlstats.layout import COUNTS, LOG2E, MAXIMA, STATE_VERSION, SUMS, Layout, check_clip, check_names
 
 Array = Any  # a NumPy array or a torch tensor
 
@@ -42,6 +42,11 @@ def power_of_two(exponent: Array) -> Array:
     xp = namespace(exponent)
     biased = xp.asarray(xp.clip(exponent, -1023.0, 1024.0), dtype=xp.int64) + 1023
     return (biased << 52).view(xp.float64)
+
+
+def words_of(slices: int, layout: Layout) -> int:
+    """Size of a state's buffer in int64 words."""
+    return slices * (len(COUNTS) + layout.n_bins + len(SUMS) + len(MAXIMA))
 
 
 @dataclass(frozen=True)
@@ -73,8 +78,7 @@ class State:
         device: Any = None,
     ) -> State:
         """A state of no tokens: on a torch device, or in NumPy memory where ``device`` is None."""
-        slices = len(names)
-        words = slices * (len(COUNTS) + layout.n_bins + len(SUMS) + len(MAXIMA))
+        words = words_of(len(names), layout)
         if device is None:
             buffer: Array = np.zeros(words, np.int64)
         else:
@@ -84,6 +88,49 @@ class State:
         state = cls(tuple(names), layout, clip, buffer)
         state.maxima[...] = -float("inf")
         return state
+
+    @classmethod
+    def from_parts(
+        cls, *, version: int, names: Sequence[str], layout: Sequence[int], clip: Sequence[float], buffer: Array
+    ) -> State:
+        """A state from its parts, checked.
+
+        Args:
+            version: the STATE_VERSION that wrote the buffer.
+            names, layout, clip: as plain sequences; ``layout`` are the three numbers of Layout.
+            buffer: int64 (words,), taken as it is, not copied.
+
+        Raises:
+            ValueError: another version, bad names, layout or clip, or a buffer that does not fit or could not
+                have been counted from tokens.
+        """
+        if version != STATE_VERSION:
+            raise ValueError(f"state version {STATE_VERSION} is supported, got {version!r}: use the same pyrlstats")
+        try:
+            state = cls(check_names(names), Layout(*layout), check_clip((clip[0], clip[1])), buffer)
+        except (TypeError, IndexError) as error:
+            raise ValueError(f"not the parts of a state: {error}") from error
+        words = words_of(len(state.names), state.layout)
+        if tuple(buffer.shape) != (words,) or buffer.dtype != namespace(buffer).int64:
+            raise ValueError(f"buffer must hold {words} int64 words, got {buffer.dtype} of shape {tuple(buffer.shape)}")
+        return state
+
+    def check_consistent(self) -> None:
+        """Raise ValueError unless the counts could come from tokens. Syncs."""
+        host = self.to_host()
+        counts = {name: host.count(name) for name in COUNTS}
+        non_finite = counts["n_nan"] + counts["n_pos_inf"] + counts["n_neg_inf"]
+        binned = host.histogram.sum(-1)
+        if (
+            (host.counts < 0).any()
+            or (host.histogram < 0).any()
+            or (counts["n_tokens"] != binned + counts["n_zero"] + non_finite).any()
+            or (counts["clip_low"] + counts["clip_high"] > binned + counts["n_zero"]).any()
+            or (counts["n_far"] > binned).any()
+            or np.isnan(host.maxima).any()
+            or np.isnan(host.sums).any()
+        ):
+            raise ValueError("the counts of this state contradict each other: the data is damaged")
 
     def _view(self, start: int, columns: int) -> Array:
         slices = len(self.names)
@@ -165,13 +212,13 @@ class State:
         xp = namespace(self.buffer)
         maxima = xp.maximum(self.maxima, other.maxima)
         exponent = scale_exponent(maxima[:, MAXIMA.index("max_x")])
-        sums = self._rescaled_sums(exponent) + other._rescaled_sums(exponent)
+        sums = self.rescaled_sums(exponent) + other.rescaled_sums(exponent)
         integers = len(self.names) * (len(COUNTS) + self.layout.n_bins)
         self.buffer[:integers] += other.buffer[:integers]
         self.sums[...] = sums
         self.maxima[...] = maxima
 
-    def _rescaled_sums(self, exponent: Array) -> Array:
+    def rescaled_sums(self, exponent: Array) -> Array:
         """The sums with far weights scaled by 2^-exponent (S,): an exact multiplication."""
         down = scale_exponent(self.maximum("max_x")) - exponent
         # an empty state has no far weights, whatever its exponent

@@ -6,11 +6,14 @@ slices of a block are handled together as (S, block).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import torch
 
 from pyrlstats.backends.batch import Batch
 from pyrlstats.layout import ABS_BITS, INF_BITS, LOG2E, NEAR_BITS, clip_thresholds
-from pyrlstats.state import State, scale_exponent
+from pyrlstats.state import Array, State, scale_exponent
 
 _BLOCK_WORDS = 1 << 20  # slices x tokens of one block
 _K3_TERMS = 16  # of the series of expm1(x) - x; enough for float64 below 1
@@ -20,10 +23,12 @@ def accumulate(batch: Batch, state: State) -> None:
     """Add the tokens of ``batch`` to ``state``, in place. Does not sync."""
     slices = len(state.names)
     block = max(_BLOCK_WORDS // slices, 1)
-    logp, old_logp = batch.logp.reshape(-1), batch.old_logp.reshape(-1)
-    masks = None if batch.masks is None else [mask.reshape(-1) for mask in batch.masks]
-    ids = None if batch.slice_ids is None else batch.slice_ids.reshape(-1)
-    base = None if batch.base_mask is None else batch.base_mask.reshape(-1)
+    logp, old_logp = _flat(batch.logp), _flat(batch.old_logp)
+    masks = None if batch.masks is None else [_flat(mask) for mask in batch.masks]
+    ids = None if batch.slice_ids is None else _flat(batch.slice_ids)
+    base = None if batch.base_mask is None else _flat(batch.base_mask)
+    if isinstance(state.buffer, np.ndarray):
+        state = replace(state, buffer=torch.from_numpy(state.buffer))  # the same memory
     for start in range(0, logp.numel(), block):
         part = slice(start, start + block)
         x = _log_ratio(logp[part], old_logp[part])
@@ -43,9 +48,17 @@ def accumulate(batch: Batch, state: State) -> None:
         state.merge_(fresh)
 
 
+def _flat(array: Array) -> torch.Tensor:
+    """(n,); torch cannot see NumPy memory that is read-only, unaligned or has negative strides: those are copied."""
+    if not isinstance(array, np.ndarray):
+        return array.reshape(-1)
+    return torch.from_numpy(np.require(array, requirements=["C", "A", "W"])).reshape(-1)
+
+
 def _log_ratio(logp: torch.Tensor, old_logp: torch.Tensor) -> torch.Tensor:
     wide = torch.float64 if torch.float64 in (logp.dtype, old_logp.dtype) else torch.float32
-    return (logp.to(wide) - old_logp.to(wide)).to(torch.float32)
+    x: torch.Tensor = (logp.to(wide) - old_logp.to(wide)).to(torch.float32)
+    return x
 
 
 def _fill(state: State, x: torch.Tensor, members: torch.Tensor) -> None:

@@ -1,0 +1,222 @@
+"""``SliceAccumulator``: the states of many batches and ranks, added up where the tensors lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from pyrlstats import _dispatch
+from pyrlstats._inputs import Masks, device_of, gate
+from pyrlstats.layout import Layout, check_clip, check_names
+from pyrlstats.slice_stats import SliceStats
+from pyrlstats.state import State
+
+if TYPE_CHECKING:
+    from pyrlstats.distributed import Reduction
+
+_DEFAULT_LAYOUT = Layout()
+
+
+class SliceAccumulator:
+    """Adds up the states of many batches: micro-batches, ranks, steps.
+
+    Names, layout and clip are fixed here. The memory is allocated once: here where ``device`` is given, else at
+    the first ``update``, on its inputs' device.
+
+    Args:
+        names: slice names, distinct, not empty, without "/".
+        layout: bins of the histogram.
+        clip: (low, high) of the ratio clip.
+        device: where the inputs will be; None takes the first inputs' device. ``torch.compile`` and CUDA graphs
+            need it given.
+
+    Raises:
+        ValueError: names or clip that do not fit.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        *,
+        layout: Layout = _DEFAULT_LAYOUT,
+        clip: tuple[float, float] = (0.2, 0.2),
+        device: Any = None,
+    ) -> None:
+        self.names = check_names(names)
+        self.layout = layout
+        self.clip = check_clip(clip)
+        self.device: Any = None
+        self._state: State | None = None
+        self._reduced = False
+        self._reduction: Reduction | None = None
+        if device is not None:
+            self.device = _state_device(device)
+            self._state = self._empty(self.device)
+
+    def update(
+        self,
+        logp: Any,
+        old_logp: Any,
+        masks: Masks = None,
+        *,
+        slice_ids: Any = None,
+        mask: Any = None,
+    ) -> SliceAccumulator:
+        """Count one batch; the arguments are those of :func:`slice_stats`. Does not sync.
+
+        Works inside ``torch.compile(fullgraph=True)`` and under CUDA graph capture.
+
+        Raises:
+            TypeError, ValueError: as :func:`slice_stats`, and for missing or unknown slice names or another
+                device than before. Nothing has been counted then.
+            RuntimeError: after ``all_reduce`` or ``reduce`` without ``reset``: those tokens would count twice.
+        """
+        if self._reduced:
+            raise RuntimeError(
+                "update after all_reduce would mix this rank's tokens into the global state: call reset() first"
+            )
+        if slice_ids is not None and masks is not None:
+            raise ValueError("masks and slice_ids exclude each other: give one of them")
+        if self.device is not None and _is_compiling():
+            return self._update_compiled(logp, old_logp, masks, slice_ids, mask)
+        batch = gate(logp, old_logp, masks, slice_ids, mask, self.names)
+        _dispatch.accumulate(batch, self._state_for(device_of(batch.logp)))
+        return self
+
+    def compute(self) -> SliceStats:
+        """The statistics of everything counted so far. A copy: later updates do not change it. Does not sync."""
+        if self._state is None:
+            return SliceStats(self._empty(None))
+        return SliceStats(self._state.copy())
+
+    def reset(self) -> SliceAccumulator:
+        """Forget every token; names, layout, clip and memory stay."""
+        if self._state is not None:
+            self._state.clear_()
+        self._reduced = False
+        return self
+
+    def merge(self, other: SliceAccumulator | SliceStats | Iterable[SliceAccumulator | SliceStats]) -> SliceAccumulator:
+        """Count what ``other``, one or several, has counted too. ``other`` is not changed. Does not sync.
+
+        Raises:
+            ValueError: other names, layout, clip or device; nothing is changed.
+        """
+        others = [other] if isinstance(other, (SliceAccumulator, SliceStats)) else list(other)
+        theirs = [one.state if isinstance(one, SliceStats) else one._state for one in others]
+        states = [state for state in theirs if state is not None]
+        for one in others:
+            if isinstance(one, SliceAccumulator):
+                self._empty(None).check_mergeable(one._empty(None))
+        if not states:
+            return self
+        pooled = self._state.copy() if self._state is not None else self._empty(device_of(states[0].buffer))
+        for state in states:
+            pooled.merge_(state)
+        if self._state is None:
+            self._state = pooled
+        else:
+            self._state.buffer[...] = pooled.buffer
+        return self
+
+    merge_state = merge  # the name that torchmetrics and torcheval use
+
+    def all_reduce(self, group: Any = None, async_op: bool = False) -> Any:
+        """Replace the state by the pooled one of all ranks: one MAX and one SUM collective of fixed size.
+
+        Every rank of the group must call it, with or without tokens. The first call on a group compares names,
+        layout, clip and version in one more small collective, which syncs; later calls do not sync.
+
+        Args:
+            group: a ``torch.distributed`` process group; None is the default group. It must hold every rank
+                that has other tokens, and no two ranks that have the same: with data parallelism (DDP, FSDP) the
+                data-parallel group; with context parallelism the data x context group; never a tensor-parallel one.
+            async_op: return a handle whose ``wait()`` gives the accumulator, instead of the accumulator.
+
+        Returns:
+            The accumulator, or the handle. ``update`` raises until ``reset``.
+
+        Raises:
+            ValueError: names, layout, clip or version differ between ranks; the same error on every rank.
+            RuntimeError: no process group, called twice without ``reset``, or a collective failed or timed out
+                (from torch.distributed). The state is unchanged then.
+        """
+        return self._reduce(None, group, async_op)
+
+    def reduce(self, dst: int = 0, group: Any = None, async_op: bool = False) -> Any:
+        """As :meth:`all_reduce`, with the pooled state on rank ``dst`` (a global rank) only.
+
+        The other ranks keep the state of their own tokens. ``update`` raises everywhere until ``reset``.
+        """
+        return self._reduce(dst, group, async_op)
+
+    def _reduce(self, dst: int | None, group: Any, async_op: bool) -> Any:
+        from pyrlstats.distributed import Reduction, group_device
+
+        if self._reduced:
+            raise RuntimeError("this state is already reduced: call reset() before the next reduction")
+        if self._state is None:
+            self._state = self._empty(group_device(group))
+        state = self._state_for(device_of(self._state.buffer), as_tensor=True)
+        if self._reduction is None:
+            self._reduction = Reduction(state)
+        handle = self._reduction.start(state, group, dst, self)
+        return handle if async_op else handle.wait()
+
+    def _update_compiled(self, logp: Any, old_logp: Any, masks: Masks, slice_ids: Any, mask: Any) -> SliceAccumulator:
+        from pyrlstats import _ops
+
+        assert self._state is not None
+        if isinstance(masks, Mapping):
+            if set(masks) != set(self.names):
+                raise ValueError(f"masks must hold exactly the slices {list(self.names)}, got {list(masks)}")
+            masks = [masks[name] for name in self.names]
+        elif masks is not None and not isinstance(masks, (list, tuple)):
+            masks = [masks]
+        _ops.accumulate(logp, old_logp, masks, slice_ids, mask, self._state)
+        return self
+
+    def _empty(self, device: Any) -> State:
+        return State.empty(self.names, self.layout, self.clip, device)
+
+    def _state_for(self, device: Any, as_tensor: bool = False) -> State:
+        """The state as memory of the inputs' kind, on the inputs' device; allocated at the first call."""
+        if self._state is None:
+            self._state = self._empty(device)
+        mine = device_of(self._state.buffer)
+        if mine is None and (as_tensor or (device is not None and device.type == "cpu")):
+            import torch
+
+            self._state = replace(self._state, buffer=torch.from_numpy(self._state.buffer))
+            return self._state
+        if mine == device:
+            return self._state
+        if device is None and mine.type == "cpu":
+            return replace(self._state, buffer=self._state.buffer.numpy())
+        raise ValueError(
+            f"logp must be on the accumulator's device {mine or 'cpu'}, got {device or 'cpu'}: move it with "
+            f".to({str(mine or 'cpu')!r}), or use one accumulator a device and merge their statistics"
+        )
+
+    def __repr__(self) -> str:
+        """Names, layout, clip and a table of the statistics so far. Copies the state to the host."""
+        return f"SliceAccumulator({list(self.names)}, layout={self.layout}, clip={self.clip})\n{self.compute()}"
+
+
+def _state_device(device: Any) -> Any:
+    """The torch device that holds the state of inputs on ``device``: the CPU where it has no float64 (MPS)."""
+    import torch
+
+    wanted = torch.device(device)
+    if wanted.type == "mps":
+        return torch.device("cpu")
+    if wanted.type == "cuda" and wanted.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return wanted
+
+
+def _is_compiling() -> bool:
+    import torch
+
+    return torch.compiler.is_compiling()

@@ -1,0 +1,1 @@
+"""Adapters to other libraries: one file each, imported only where used."""
