@@ -50,9 +50,10 @@ def accumulate(batch: Batch, state: State) -> None:
 
 def _flat(array: Array) -> torch.Tensor:
     """(n,); torch cannot see NumPy memory that is read-only, unaligned or has negative strides: those are copied."""
-    if not isinstance(array, np.ndarray):
-        return array.reshape(-1)
-    return torch.from_numpy(np.require(array, requirements=["C", "A", "W"])).reshape(-1)
+    if isinstance(array, np.ndarray):
+        array = torch.from_numpy(np.require(array, requirements=["C", "A", "W"]))
+    flat: torch.Tensor = array.reshape(-1)
+    return flat
 
 
 def _log_ratio(logp: torch.Tensor, old_logp: torch.Tensor) -> torch.Tensor:
