@@ -1,0 +1,178 @@
+#include "engine.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <condition_variable>
+#include <cstring>
+#include <mutex>
+#include <memory>
+#include <vector>
+
+#include "float_mode.h"
+#include "pool.h"
+#include "workspaces.h"
+
+namespace pyrlstats {
+namespace {
+
+using layout::kLog2E;
+
+// A pure function of the number of tokens, so that sums do not depend on threads. Small enough that two
+// threads have something to share at 256K tokens; large enough that a chunk's combination costs nothing.
+int64_t chunk_tokens(int64_t count) { return count < (1 << 20) ? 16 * 1024 : 64 * 1024; }
+
+constexpr int64_t kTokensPerThread = 128 * 1024;  // below, waking a thread costs more than it brings
+
+double scale_exponent(double max_x) { return std::floor(std::isfinite(max_x) ? max_x * kLog2E : 0.0); }
+
+// v * 2^exponent for an integer exponent of any size.
+double scaled(double v, double exponent) {
+  return v == 0 ? 0 : std::ldexp(v, (int)std::min(std::max(exponent, -5000.0), 5000.0));
+}
+
+// Sums over all chunks so far, with what rounding took away (Neumaier).
+struct Total {
+  Moments moments;
+  double lost[layout::kSumSize];
+
+  Total() {
+    std::memset(this, 0, sizeof *this);
+    moments.maxima[0] = moments.maxima[1] = moments.far_scale = -HUGE_VAL;
+  }
+
+  void add(const Moments& m) {
+    const double scale = std::max(moments.far_scale, m.far_scale);
+    for (int i = 0; i < layout::kCountSize; ++i) moments.counts[i] += m.counts[i];
+    for (int i = 0; i < layout::kMaxSize; ++i) {
+      moments.maxima[i] = std::max(moments.maxima[i], m.maxima[i]);
+    }
+    for (int i = 0; i < layout::kSumSize; ++i) {
+      double value = m.sums[i];
+      if (i == layout::kSumFarW || i == layout::kSumFarW2) {
+        const double power = i == layout::kSumFarW ? 1 : 2;
+        moments.sums[i] = scaled(moments.sums[i], power * (moments.far_scale - scale));
+        lost[i] = scaled(lost[i], power * (moments.far_scale - scale));
+        value = scaled(value, power * (m.far_scale - scale));
+      }
+      const double old = moments.sums[i], sum = old + value;
+      if (std::isfinite(sum)) {
+        lost[i] += std::fabs(old) >= std::fabs(value) ? (old - sum) + value : (value - sum) + old;
+      }
+      moments.sums[i] = sum;
+    }
+    moments.far_scale = scale;
+  }
+
+  // Pools with one slice's rows of the state.
+  void add_to(int64_t* counts, double* sums, double* maxima) const {
+    using namespace layout;
+    const double old_scale = scale_exponent(maxima[kMaxMaxX]);
+    for (int i = 0; i < kMaxSize; ++i) maxima[i] = std::max(maxima[i], moments.maxima[i]);
+    const double scale = scale_exponent(maxima[kMaxMaxX]);
+    for (int i = 0; i < kSumSize; ++i) {
+      double mine = sums[i], theirs = moments.sums[i] + lost[i];
+      if (i == kSumFarW || i == kSumFarW2) {
+        const double power = i == kSumFarW ? 1 : 2;
+        mine = scaled(mine, power * (old_scale - scale));
+        theirs = scaled(theirs, power * (moments.far_scale - scale));
+      }
+      sums[i] = mine + theirs;
+    }
+    for (int i = 0; i < kCountSize; ++i) counts[i] += moments.counts[i];
+  }
+};
+
+// Takes the moments of chunks as they are ready and adds them up in the order of the tokens. Holds a bounded
+// number of chunks: a thread that is far ahead waits.
+class Combiner {
+ public:
+  Combiner(int64_t slices, int slots)
+      : slots_(slots), moments_(slots * slices), ready_(slots, false), totals_(slices) {}
+
+  int slots() const { return slots_; }
+  const std::vector<Total>& totals() const { return totals_; }
+
+  // The place for a chunk's moments, once the chunk that had it before is added.
+  Moments* place(int64_t chunk) {
+    if (slots_ > 1) {
+      std::unique_lock<std::mutex> lock(mutex_);
+      moved_.wait(lock, [&] { return chunk < next_ + slots_; });
+    }
+    return &moments_[chunk % slots_ * totals_.size()];
+  }
+
+  void commit(int64_t chunk) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    ready_[chunk % slots_] = true;
+    const int64_t before = next_;
+    for (; ready_[next_ % slots_]; ++next_) {
+      ready_[next_ % slots_] = false;
+      const Moments* m = &moments_[next_ % slots_ * totals_.size()];
+      for (size_t s = 0; s < totals_.size(); ++s) totals_[s].add(m[s]);
+    }
+    if (next_ != before) moved_.notify_all();
+  }
+
+ private:
+  const int slots_;
+  std::mutex mutex_;
+  std::condition_variable moved_;
+  std::vector<Moments> moments_;
+  std::vector<char> ready_;
+  std::vector<Total> totals_;
+  int64_t next_ = 0;
+};
+
+// One pass over all tokens for the slices of `plan`, whose rows start at these addresses.
+void accumulate_pass(const Isa& isa, const Plan& plan, int64_t count, int threads, int64_t* counts,
+                     int64_t* histogram, double* sums, double* maxima) {
+  const int64_t tokens = chunk_tokens(count);
+  const int64_t chunks = (count + tokens - 1) / tokens;
+  threads = (int)std::min<int64_t>({threads, chunks, std::max<int64_t>(count / kTokensPerThread, 1)});
+  Combiner combiner(plan.slices, threads > 1 ? 4 * threads : 1);
+  std::atomic<int64_t> next{0};
+  std::mutex finishing;
+  std::vector<std::unique_ptr<const WorkspaceLease>> workspaces;  // here, where running out of memory may throw
+  for (int t = 0; t < threads; ++t) workspaces.push_back(std::make_unique<WorkspaceLease>(isa, plan));
+  run_on_threads(threads, [&](int thread) {
+    const FloatMode ieee;
+    int64_t chunk = next.fetch_add(1);
+    if (chunk >= chunks) return;
+    void* const workspace = workspaces[thread]->memory();
+    for (; chunk < chunks; chunk = next.fetch_add(1)) {
+      const int64_t begin = chunk * tokens;
+      Moments* moments = combiner.place(chunk);
+      isa.kernels->chunk(plan, workspace, begin, std::min(tokens, count - begin), moments);
+      combiner.commit(chunk);
+    }
+    std::lock_guard<std::mutex> lock(finishing);
+    isa.kernels->finish(plan, workspace, histogram, counts + layout::kCountNZero,
+                        layout::kCountSize);
+  });
+  for (int64_t s = 0; s < plan.slices; ++s) {
+    combiner.totals()[s].add_to(counts + s * layout::kCountSize, sums + s * layout::kSumSize,
+                                maxima + s * layout::kMaxSize);
+  }
+}
+
+}  // namespace
+
+void accumulate(const Isa& isa, const Plan& plan, int64_t count, int threads, int64_t* state) {
+  const int64_t bins = 2 * ((int64_t)(plan.max_exp - plan.min_exp) << plan.mantissa_bits);
+  int64_t* counts = state;
+  int64_t* histogram = counts + plan.slices * layout::kCountSize;
+  double* sums = (double*)(histogram + plan.slices * bins);
+  double* maxima = sums + plan.slices * layout::kSumSize;
+  const int64_t group = plan.masks ? kMaxMasks : plan.slices;
+  for (int64_t first = 0; first < plan.slices && count > 0; first += group) {
+    Plan part = plan;
+    if (plan.masks) part.masks = plan.masks + first;
+    part.slices = std::min(group, plan.slices - first);
+    accumulate_pass(isa, part, count, threads, counts + first * layout::kCountSize,
+                    histogram + first * bins, sums + first * layout::kSumSize,
+                    maxima + first * layout::kMaxSize);
+  }
+}
+
+}  // namespace pyrlstats

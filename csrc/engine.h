@@ -1,0 +1,11 @@
+// One call: chunks shared among threads, combined in the order of the tokens.
+#pragma once
+#include "dispatch.h"
+#include "types.h"
+
+namespace pyrlstats {
+
+// Adds tokens [0, count) to the state at `state` (state.py has its layout: counts, histogram, sums, maxima).
+void accumulate(const Isa& isa, const Plan& plan, int64_t count, int threads, int64_t* state);
+
+}  // namespace pyrlstats

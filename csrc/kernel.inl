@@ -1,0 +1,336 @@
+// The CPU kernels, compiled once per instruction set (CMakeLists.txt, add_isa): the ISA's vector type comes from
+// its own header, the algorithm is the same.
+//
+//   chunk -> blocks of 2048 tokens -> x and membership staged in cache -> groups of 64 tokens of one set
+//
+// Tokens in groups that are not of one set are packed into their sets' buffers and worked on from there, so
+// that the arithmetic only ever sees full groups of one set.
+#include "types.h"
+
+#define STRING(name) #name
+#define SIMD_HEADER(name) STRING(simd_##name.h)
+#define SIMD(name) SIMD_HEADER(name)
+#include SIMD(ISA)  // each of these stands on the ones before it
+
+#include "bins.h"
+
+#include "stage.h"
+
+#include "sets.h"
+
+#include "far.h"
+
+#include "run.h"
+
+namespace pyrlstats {
+namespace {
+
+// Works on the full groups that wait in the set.
+void spill(const Plan& plan, Workspace& work, Set& set) {
+  const int groups = set.waiting / kGroup;
+  run(plan, work, set.x, groups, set);
+  const int rest = set.waiting - groups * kGroup;
+  for (int i = 0; i < rest; ++i) set.x[i] = set.x[groups * kGroup + i];
+  set.waiting = rest;
+}
+
+// A token that the vector path leaves out: counted apart, or so small that only float64 holds its square.
+__attribute__((noinline)) void add_odd(Workspace& work, float x, Set& set) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &x, sizeof bits);
+  const uint32_t a = bits & layout::kAbsBits;
+  if (a > layout::kInfBits) {
+    ++set.counts[layout::kCountNNan];
+  } else if (a == layout::kInfBits) {
+    ++set.counts[bits >> 31 ? layout::kCountNNegInf : layout::kCountNPosInf];
+  } else {
+    const double v = x, k3 = 0.5 * v * v;
+    set.single[layout::kSumNearX] += v;
+    set.single[layout::kSumNearX2] += v * v;
+    set.single[layout::kSumNearExcess] += k3 * (2 * v + k3);
+    set.single[layout::kSumAbsX] += v < 0 ? -v : v;
+    store(set.min_x, min(load(set.min_x), splat(x)));
+    store(set.max_x, max(load(set.max_x), splat(x)));
+    // the bin of the least positive or negative value, straight into the slices
+    each_slice(work, set, [&](int64_t slice) {
+      ++work.slice_histogram[slice * work.histogram_size + work.bins.of(bits)];
+    });
+  }
+}
+
+// Tokens `members` of a group to the set's buffer.
+void append(const Plan& plan, Workspace& work, const float* x, uint64_t members, uint64_t odd_tokens,
+            Set& set) {
+  set.counts[layout::kCountNTokens] += __builtin_popcountll(members);
+  for (uint64_t rest = members & odd_tokens; rest; rest &= rest - 1) {
+    add_odd(work, x[__builtin_ctzll(rest)], set);
+  }
+  members &= ~odd_tokens;
+  for (int i = 0; i < kGroup; i += kLanes) {
+    const uint32_t keep = (uint32_t)(members >> i) & ((1u << kLanes) - 1);
+    set.waiting += compress_store(set.x + set.waiting, load(x + i), keep);
+  }
+  if (set.waiting >= kBuffer) spill(plan, work, set);
+}
+
+void append_key(const Plan& plan, Workspace& work, const float* x, uint64_t members, uint64_t odd_tokens,
+                uint64_t key) {
+  if (Set* set = find(work, key)) {
+    append(plan, work, x, members, odd_tokens, *set);
+    return;
+  }
+  for (; key; key &= key - 1) {
+    append(plan, work, x, members, odd_tokens, *find(work, key & -key));
+  }
+}
+
+uint64_t odd_tokens_of(const float* x) {
+  uint64_t word = 0;
+  for (int i = 0; i < kGroup; i += kLanes) word |= (uint64_t)mask_bits(odd(load(x + i))) << i;
+  return word;
+}
+
+// A group whose tokens belong to several sets, or with odd tokens. words[slices]: its membership.
+void mixed_masks(const Plan& plan, Workspace& work, const float* x, const uint64_t* words) {
+  constexpr int kManyChanges = 6;  // of membership within a group: by slice is cheaper than by set
+  const uint64_t odd_tokens = odd_tokens_of(x);
+  uint64_t members = 0, changes = 0;
+  for (int64_t s = 0; s < plan.slices; ++s) {
+    members |= words[s];
+    changes |= words[s] ^ (words[s] << 1 | (words[s] & 1));
+  }
+  if (__builtin_popcountll(changes) > kManyChanges) {
+    for (int64_t s = 0; s < plan.slices; ++s) {
+      if (words[s]) append(plan, work, x, words[s], odd_tokens, *find(work, 1ull << s));
+    }
+    return;
+  }
+  while (members) {
+    const int first = __builtin_ctzll(members);
+    uint64_t same = members, key = 0;
+    for (int64_t s = 0; s < plan.slices; ++s) {
+      const uint64_t in = words[s] >> first & 1;
+      key |= in << s;
+      same &= in ? words[s] : ~words[s];
+    }
+    append_key(plan, work, x, same, odd_tokens, key);
+    members &= ~same;
+  }
+}
+
+void mixed_ids(const Plan& plan, Workspace& work, const float* x, const int32_t* ids, uint64_t members,
+               Moments* moments) {
+  const uint64_t odd_tokens = odd_tokens_of(x);
+  while (members) {
+    const int32_t id = ids[__builtin_ctzll(members)];
+    const uint64_t same = members & equal64(ids, id);
+    members &= ~same;
+    if (id < 0) continue;
+    if (id < plan.slices) {
+      append(plan, work, x, same, odd_tokens, *find(work, id));
+    } else {
+      moments[0].counts[layout::kCountNOutOfRange] += __builtin_popcountll(same);
+    }
+  }
+}
+
+// Groups of one set, as far as they are regular; returns the number done.
+int run_key(const Plan& plan, Workspace& work, const float* x, int groups, uint64_t key) {
+  Set* set = find(work, key);
+  if (!set) return 0;
+  const int done = run(plan, work, x, groups, *set);
+  set->counts[layout::kCountNTokens] += kGroup * done;
+  return done;
+}
+
+// Membership words of a block. Returns whether any token is in any slice.
+bool stage_words(const Plan& plan, Workspace& work, int64_t begin, int64_t count) {
+  const int64_t groups = (count + kGroup - 1) / kGroup;
+  const uint64_t tail = count % kGroup ? ~0ull >> (kGroup - count % kGroup) : ~0ull;
+  for (int64_t g = 0; g < groups; ++g) work.base[g] = g + 1 < groups ? ~0ull : tail;
+  if (plan.base) stage_mask(*plan.base, begin, count, work.stage, work.base, 1);
+  if (plan.ids) {
+    stage_ids(*plan.ids, plan.slices, begin, count, work.stage);
+    return true;
+  }
+  for (int64_t s = 0; s < plan.slices; ++s) {
+    if (plan.masks) {
+      stage_mask(plan.masks[s], begin, count, work.stage, work.words + s, plan.slices);
+      for (int64_t g = 0; g < groups; ++g) work.words[g * plan.slices + s] &= work.base[g];
+    } else {
+      for (int64_t g = 0; g < groups; ++g) work.words[g * plan.slices + s] = work.base[g];
+    }
+  }
+  uint64_t some = 0;
+  for (int64_t i = 0; i < groups * plan.slices; ++i) some |= work.words[i];
+  return some != 0;
+}
+
+constexpr uint64_t kMixed = ~0ull, kNone = ~0ull - 1;
+
+// The set that all tokens of group g belong to, or kMixed, or kNone.
+uint64_t key_of_group(const Plan& plan, const Workspace& work, int64_t g) {
+  if (plan.ids) {
+    if (work.base[g] == 0) return kNone;
+    const int32_t* ids = work.stage.ids + g * kGroup;
+    if (work.base[g] != ~0ull || ids[0] != ids[kGroup - 1]) return kMixed;
+    if (equal64(ids, ids[0]) != ~0ull) return kMixed;
+    return ids[0] < 0 ? kNone : ids[0] < plan.slices ? (uint64_t)ids[0] : kMixed;
+  }
+  const uint64_t* words = work.words + g * plan.slices;
+  uint64_t key = 0;
+  for (int64_t s = 0; s < plan.slices; ++s) {
+    if (words[s] + 1 > 1) return kMixed;
+    key |= (words[s] & 1) << s;
+  }
+  return key ? key : kNone;
+}
+
+void block(const Plan& plan, Workspace& work, int64_t begin, int64_t count, Moments* moments) {
+  if (!stage_words(plan, work, begin, count)) return;
+  stage_x(plan, begin, count, work.stage);
+  const int64_t groups = (count + kGroup - 1) / kGroup;
+  for (int64_t i = count; i < groups * kGroup; ++i) work.stage.x[i] = 0;
+  for (int64_t g = 0; g < groups;) {
+    const uint64_t key = key_of_group(plan, work, g);
+    if (key == kNone) {
+      ++g;
+      continue;
+    }
+    const float* x = work.stage.x + g * kGroup;
+    if (key != kMixed) {
+      int64_t end = g + 1;
+      while (end < groups && key_of_group(plan, work, end) == key) ++end;
+      const int done = run_key(plan, work, x, (int)(end - g), key);
+      g += done;
+      x += done * kGroup;
+      if (g == end) continue;
+    }
+    if (plan.ids) {
+      mixed_ids(plan, work, x, work.stage.ids + g * kGroup, work.base[g], moments);
+    } else {
+      mixed_masks(plan, work, x, work.words + g * plan.slices);
+    }
+    ++g;
+  }
+}
+
+// Works on what still waits in a set, the last group filled with zeros: they add to no sum.
+void finish_set(const Plan& plan, Workspace& work, Set& set) {
+  if (set.waiting >= kGroup) spill(plan, work, set);
+  if (set.waiting > 0) {
+    F least = load(set.min_x), most = load(set.max_x);
+    for (int i = 0; i < set.waiting; ++i) {
+      least = min(least, splat(set.x[i]));
+      most = max(most, splat(set.x[i]));
+    }
+    for (int i = set.waiting; i < kGroup; ++i) set.x[i] = 0;
+    run(plan, work, set.x, 1, set);
+    set.counts[layout::kCountNZero] -= kGroup - set.waiting;
+    store(set.min_x, least);
+    store(set.max_x, most);
+    set.waiting = 0;
+  }
+  drain_far(set);
+}
+
+template <int kSize, typename T>
+double total(const T (&lanes)[kSize]) {
+  double sum = 0;
+  for (T lane : lanes) sum += lane;
+  return sum;
+}
+
+// The set's lanes summed up, in Moments.
+Moments reduce(const Set& set) {
+  Moments m;
+  for (int i = 0; i < layout::kCountSize; ++i) m.counts[i] = set.counts[i];
+  m.sums[layout::kSumNearX] = total(set.near_x);
+  m.sums[layout::kSumNearX2] = total(set.near_x2);
+  m.sums[layout::kSumNearExcess] = total(set.near_excess);
+  m.sums[layout::kSumAbsX] = total(set.abs_x);
+  m.sums[layout::kSumFarX] = total(set.far_x);
+  m.sums[layout::kSumFarX2] = total(set.far_x2);
+  m.sums[layout::kSumFarK3] = total(set.far_k3);
+  m.sums[layout::kSumFarW] = total(set.far_w);
+  m.sums[layout::kSumFarW2] = total(set.far_w2);
+  m.sums[layout::kSumNearK3] = 0;
+  for (int i = 0; i < layout::kSumSize; ++i) m.sums[i] += set.single[i];
+  m.sums[layout::kSumNearK3] = 0.5 * m.sums[layout::kSumNearX2] + total(set.near_c);
+  m.far_scale = set.far_scale;
+  float least = set.min_x[0], most = set.max_x[0];
+  for (float v : set.min_x) least = v < least ? v : least;
+  for (float v : set.max_x) most = v > most ? v : most;
+  m.maxima[layout::kMaxMaxX] = most;
+  m.maxima[layout::kMaxNegMinX] = -(double)least;
+  return m;
+}
+
+void clear(Moments& m) {
+  for (int64_t& v : m.counts) v = 0;
+  for (double& v : m.sums) v = 0;
+  for (double& v : m.maxima) v = -__builtin_inf();
+  m.far_scale = -__builtin_inf();
+}
+
+void add(const Moments& from, Moments& to) {
+  for (int i = 0; i < layout::kCountSize; ++i) to.counts[i] += from.counts[i];
+  const double scale = from.far_scale > to.far_scale ? from.far_scale : to.far_scale;
+  for (int i = 0; i < layout::kSumSize; ++i) {
+    double mine = to.sums[i], theirs = from.sums[i];
+    if (i == layout::kSumFarW || i == layout::kSumFarW2) {
+      const double power = i == layout::kSumFarW ? 1 : 2;
+      if (mine) mine *= power_of_two(power * (to.far_scale - scale));
+      if (theirs) theirs *= power_of_two(power * (from.far_scale - scale));
+    }
+    to.sums[i] = mine + theirs;
+  }
+  for (int i = 0; i < layout::kMaxSize; ++i) {
+    if (from.maxima[i] > to.maxima[i]) to.maxima[i] = from.maxima[i];
+  }
+  to.far_scale = scale;
+}
+
+void chunk(const Plan& plan, void* memory, int64_t begin, int64_t count, Moments* moments) {
+  Workspace& work = open(plan, memory);
+  for (int64_t s = 0; s < plan.slices; ++s) clear(moments[s]);
+  if (!work.by_id && work.used + kJointSets + plan.slices > work.slots) flush_all(work);
+  work.touched = work.joint = 0;
+  work.last_set = -1;
+  const int64_t end = begin + count;
+  for (int64_t i = begin; i < end; i += kBlock) {
+    block(plan, work, i, end - i < kBlock ? end - i : kBlock, moments);
+  }
+  for (int i = 0; i < work.touched; ++i) {
+    Set& set = work.sets[work.order[i]];
+    finish_set(plan, work, set);
+    const Moments m = reduce(set);
+    each_slice(work, set, [&](int64_t slice) { add(m, moments[slice]); });
+    set.touched = false;
+  }
+}
+
+void finish(const Plan& plan, void* memory, int64_t* histogram, int64_t* n_zero, int64_t n_zero_stride) {
+  Workspace& work = open(plan, memory);
+  flush_all(work);
+  const int bins = work.bins.count();
+  for (int64_t s = 0; s < plan.slices; ++s) {
+    int64_t* from = work.slice_histogram + s * work.histogram_size;
+    int64_t* to = histogram + s * bins;
+    for (int i = 0; i < bins / 2; ++i) to[work.bins.state_bin(i)] += from[i];
+    for (int i = bins / 2; i < bins; ++i) to[work.bins.state_bin(i)] += from[i];
+    for (int i = 0; i < kZeroLanes; ++i) n_zero[s * n_zero_stride] += from[bins + i];
+    for (int64_t i = 0; i < work.histogram_size; ++i) from[i] = 0;
+  }
+}
+
+size_t workspace_bytes(const Plan& plan) { return Sizes(plan).total; }
+
+}  // namespace
+
+namespace ISA {
+extern const Kernels kKernels;
+const Kernels kKernels = {workspace_bytes, chunk, finish};
+}  // namespace ISA
+
+}  // namespace pyrlstats

@@ -1,0 +1,184 @@
+// The Python module: arguments in, the GIL released, nothing else.
+#include <pybind11/pybind11.h>
+
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "dispatch.h"
+#include "engine.h"
+
+namespace py = pybind11;
+
+namespace pyrlstats {
+namespace {
+
+constexpr const char* kAccumulateDoc =
+    R"(Add a batch of tokens to a state, in place. Pointers are trusted: pyrlstats.backends.cpp calls this.
+
+An operand is (address, dtype code, strides or None for C order); every operand has the shape `shape`.
+
+Args:
+    state: address of the int64 buffer of a State of `slices` slices.
+    slices: number of slices.
+    layout: (mantissa_bits, min_exp, max_exp).
+    clip: bounds on x, as layout.clip_thresholds gives them.
+    shape: of every operand.
+    byte_strides: strides are in bytes (NumPy), not in elements (torch).
+    logp, old_logp: operands.
+    masks: one operand per slice, or None.
+    slice_ids, base_mask: operand or None.
+    num_threads: at most so many threads.
+    isa: name of an instruction set; "" for the best usable one, or PYRLSTATS_ISA's.
+
+Raises:
+    ValueError: an unknown or unusable instruction set.)";
+
+int64_t to_int(py::handle value) {
+  const long long v = PyLong_AsLongLong(value.ptr());
+  if (v == -1 && PyErr_Occurred()) throw py::error_already_set();
+  return v;
+}
+
+std::vector<int64_t> to_ints(py::handle sequence) {
+  const auto tuple = py::reinterpret_borrow<py::tuple>(sequence);
+  std::vector<int64_t> values(tuple.size());
+  for (size_t i = 0; i < values.size(); ++i) values[i] = to_int(tuple[i]);
+  return values;
+}
+
+// Operands of one call, and the memory of their shapes.
+class Operands {
+ public:
+  Operands(const std::vector<int64_t>& shape, bool byte_strides, size_t capacity)
+      : shape_(shape), byte_strides_(byte_strides) {
+    memory_.reserve(capacity * 2 * (shape.size() + 1));  // operands point into it: it never grows
+  }
+
+  Operand make(py::handle value) {
+    const auto tuple = py::reinterpret_borrow<py::tuple>(value);
+    const auto address = (uintptr_t)PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(tuple.ptr(), 0));
+    if (PyErr_Occurred()) throw py::error_already_set();
+    Operand op{(const char*)address, (int)to_int(PyTuple_GET_ITEM(tuple.ptr(), 1)), 0, nullptr, nullptr};
+    if (op.dtype < 0 || op.dtype >= kDtypes) throw std::invalid_argument("unknown dtype code");
+    std::vector<int64_t> strides;
+    const int64_t size = kItemSize[op.dtype];
+    py::handle given = PyTuple_GET_ITEM(tuple.ptr(), 2);
+    if (given.is_none()) {
+      strides.resize(shape_.size());
+      int64_t stride = size;
+      for (size_t d = shape_.size(); d-- > 0; stride *= shape_[d]) strides[d] = stride;
+    } else {
+      strides = to_ints(given);
+      if (strides.size() != shape_.size()) throw std::invalid_argument("strides must have shape's length");
+      if (!byte_strides_) {
+        for (int64_t& stride : strides) stride *= size;
+      }
+    }
+    // Dimensions of one element vanish, and two that can be walked as one become one.
+    std::vector<int64_t> dims, steps;
+    for (size_t d = 0; d < shape_.size(); ++d) {
+      if (shape_[d] == 1) continue;
+      if (!dims.empty() && steps.back() == strides[d] * shape_[d]) {
+        dims.back() *= shape_[d];
+        steps.back() = strides[d];
+      } else {
+        dims.push_back(shape_[d]);
+        steps.push_back(strides[d]);
+      }
+    }
+    op.ndim = (int)dims.size();
+    op.shape = memory_.data() + memory_.size();
+    memory_.insert(memory_.end(), dims.begin(), dims.end());
+    op.strides = memory_.data() + memory_.size();
+    memory_.insert(memory_.end(), steps.begin(), steps.end());
+    return op;
+  }
+
+ private:
+  const std::vector<int64_t>& shape_;
+  bool byte_strides_;
+  std::vector<int64_t> memory_;
+};
+
+void accumulate_py(uintptr_t state, int64_t slices, const py::tuple& layout, const py::tuple& clip,
+                   const py::tuple& shape, bool byte_strides, const py::tuple& logp,
+                   const py::tuple& old_logp, const py::object& masks, const py::object& slice_ids,
+                   const py::object& base_mask, int num_threads, const std::string& isa) {
+  const Isa& chosen = choose_isa(isa);
+  const std::vector<int64_t> sizes = to_ints(shape);
+  int64_t count = 1;
+  for (int64_t size : sizes) count *= size;
+  const size_t n_masks = masks.is_none() ? 0 : py::len(masks);
+  Operands operands(sizes, byte_strides, n_masks + 4);
+  Plan plan{};
+  plan.logp = operands.make(logp);
+  plan.old_logp = operands.make(old_logp);
+  if (plan.logp.dtype > kFloat64 || plan.old_logp.dtype > kFloat64) {
+    throw std::invalid_argument("logp and old_logp must have a float dtype code");
+  }
+  std::vector<Operand> mask_operands;
+  if (!masks.is_none()) {
+    if ((int64_t)n_masks != slices) throw std::invalid_argument("one mask per slice is needed");
+    mask_operands.reserve(n_masks);
+    for (py::handle mask : masks) mask_operands.push_back(operands.make(mask));
+    plan.masks = mask_operands.data();
+  }
+  Operand ids, base;
+  if (!slice_ids.is_none()) {
+    ids = operands.make(slice_ids);
+    if (ids.dtype <= kFloat64) throw std::invalid_argument("slice_ids must have an integer dtype code");
+    plan.ids = &ids;
+  }
+  if (!base_mask.is_none()) {
+    base = operands.make(base_mask);
+    plan.base = &base;
+  }
+  plan.slices = slices;
+  plan.mantissa_bits = (int)to_int(layout[0]);
+  plan.min_exp = (int)to_int(layout[1]);
+  plan.max_exp = (int)to_int(layout[2]);
+  plan.clip_low = (float)PyFloat_AsDouble(PyTuple_GET_ITEM(clip.ptr(), 0));
+  plan.clip_high = (float)PyFloat_AsDouble(PyTuple_GET_ITEM(clip.ptr(), 1));
+  if (PyErr_Occurred()) throw py::error_already_set();
+  if (plan.masks && plan.ids) throw std::invalid_argument("masks and slice_ids exclude each other");
+  if (!plan.masks && !plan.ids && slices != 1) throw std::invalid_argument("no masks: one slice");
+  const py::gil_scoped_release release;
+  accumulate(chosen, plan, count, num_threads < 1 ? 1 : num_threads, (int64_t*)state);
+}
+
+py::dict build_config() {
+  py::dict built;
+  py::list usable;
+  for (const Isa& isa : instruction_sets()) {
+    built[isa.name] = isa.flags;
+    if (isa.usable()) usable.append(isa.name);
+  }
+  py::dict config;
+  config["version"] = PYRLSTATS_VERSION;
+  config["compiler"] = PYRLSTATS_COMPILER;
+  config["flags"] = PYRLSTATS_FLAGS;
+  config["instruction_sets"] = built;
+  config["usable"] = usable;
+  return config;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_core, m, py::mod_gil_not_used()) {
+  m.doc() = "The compiled CPU engine of pyrlstats.";
+  m.def("accumulate", &accumulate_py, kAccumulateDoc, py::arg("state"), py::arg("slices"),
+        py::arg("layout"), py::arg("clip"), py::arg("shape"), py::arg("byte_strides"), py::arg("logp"),
+        py::arg("old_logp"), py::arg("masks"), py::arg("slice_ids"), py::arg("base_mask"),
+        py::arg("num_threads"), py::arg("isa") = "");
+  m.def("build_config", &build_config,
+        "Version, compiler, flags, instruction sets built (name -> flags) and usable here, best first.");
+  m.attr("STATE_VERSION") = layout::kStateVersion;
+  py::dict codes;
+  const char* names[kDtypes] = {"float32", "bfloat16", "float16", "float64", "bool",   "int8",  "uint8",
+                                "int16",   "uint16",   "int32",   "uint32",  "int64", "uint64"};
+  for (int i = 0; i < kDtypes; ++i) codes[names[i]] = i;
+  m.attr("DTYPES") = codes;
+}
+
+}  // namespace pyrlstats

@@ -1,0 +1,185 @@
+// Reading a block of tokens where it lies: runs of any strides become x (float32), bytes or slice ids in cache.
+#pragma once
+
+namespace pyrlstats {
+namespace {
+
+constexpr int kBlock = 2048;  // tokens staged at a time: x is 8 KB
+
+template <typename T>
+void gather(const char* from, int64_t stride, int64_t count, T* to) {
+  if (stride == (int64_t)sizeof(T)) {
+    __builtin_memcpy(to, from, count * sizeof(T));
+  } else {
+    for (int64_t i = 0; i < count; ++i) __builtin_memcpy(to + i, from + i * stride, sizeof(T));
+  }
+}
+
+// Elements [begin, begin + count) of `op` in flat order, contiguous: in place where they are, else in `buffer`.
+inline const char* read_block(const Operand& op, int64_t begin, int64_t count, char* buffer) {
+  const int size = kItemSize[op.dtype];
+  const int last = op.ndim - 1;
+  if (last < 0) return op.data;
+  if (last == 0 && op.strides[0] == size) return op.data + begin * size;
+  int64_t column = begin % op.shape[last];
+  int64_t row = begin / op.shape[last];
+  for (char* to = buffer; count > 0; ++row, column = 0) {
+    const char* from = op.data + column * op.strides[last];
+    int64_t rest = row;
+    for (int d = last - 1; d > 0; --d) {
+      from += rest % op.shape[d] * op.strides[d];
+      rest /= op.shape[d];
+    }
+    if (last > 0) from += rest * op.strides[0];
+    int64_t n = op.shape[last] - column;
+    if (n >= count && to == buffer && op.strides[last] == size) return from;
+    if (n > count) n = count;
+    if (size == 1) gather(from, op.strides[last], n, (uint8_t*)to);
+    if (size == 2) gather(from, op.strides[last], n, (uint16_t*)to);
+    if (size == 4) gather(from, op.strides[last], n, (uint32_t*)to);
+    if (size == 8) gather(from, op.strides[last], n, (uint64_t*)to);
+    to += n * size;
+    count -= n;
+  }
+  return buffer;
+}
+
+// What a block is staged in. 64 elements of slack: vectors may run past the end.
+struct Stage {
+  alignas(64) float x[kBlock];
+  alignas(64) uint64_t raw_a[kBlock + 64], raw_b[kBlock + 64];
+  alignas(64) uint64_t wide_a[kBlock + 64], wide_b[kBlock + 64];
+  alignas(64) uint8_t bytes[kBlock];
+  alignas(64) int32_t ids[kBlock];
+};
+
+inline F load_as_float(const float* p) { return load(p); }
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+inline F load_as_float(const BFloat16* p) { return load_bf16(&p->bits); }
+inline F load_as_float(const Float16* p) { return load_f16(&p->bits); }
+
+// f(p) in float32 of count elements, to `out`. The last vector is read from a copy: nothing past the end is touched.
+template <typename T, typename Function>
+inline void map_floats(const T* a, const T* b, int64_t count, float* out, Function f) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    store(out + i, f(load_as_float(a + i), load_as_float(b + i)));
+  }
+  if (i == count) return;
+  T tail_a[kLanes] = {}, tail_b[kLanes] = {};
+  for (int64_t j = i; j < count; ++j) {
+    tail_a[j - i] = a[j];
+    tail_b[j - i] = b[j];
+  }
+  alignas(64) float tail[kLanes];
+  store(tail, f(load_as_float(tail_a), load_as_float(tail_b)));
+  for (int64_t j = i; j < count; ++j) out[j] = tail[j - i];
+}
+
+template <typename T>
+inline void subtract(const char* a, const char* b, int64_t count, float* x) {
+  map_floats((const T*)a, (const T*)b, count, x, [](F p, F q) { return p - q; });
+}
+
+// Elements of any input type as float32, in `buffer` unless they are float32 already.
+inline const char* as_floats(const char* p, int dtype, int64_t count, float* buffer) {
+  const auto first = [](F v, F) { return v; };
+  if (dtype == kFloat32) return p;
+  if (dtype == kBFloat16) {
+    map_floats((const BFloat16*)p, (const BFloat16*)p, count, buffer, first);
+  } else {
+    map_floats((const Float16*)p, (const Float16*)p, count, buffer, first);
+  }
+  return (const char*)buffer;
+}
+
+inline const double* as_doubles(const char* p, int dtype, int64_t count, double* buffer) {
+  if (dtype == kFloat64) return (const double*)p;
+  alignas(64) float narrow[kBlock];
+  const float* q = (const float*)as_floats(p, dtype, count, narrow);
+  for (int64_t i = 0; i < count; ++i) buffer[i] = q[i];
+  return buffer;
+}
+
+// x = logp - old_logp of tokens [begin, begin + count), count <= kBlock, as float32.
+inline void stage_x(const Plan& plan, int64_t begin, int64_t count, Stage& stage) {
+  const int da = plan.logp.dtype, db = plan.old_logp.dtype;
+  const char* a = read_block(plan.logp, begin, count, (char*)stage.raw_a);
+  const char* b = read_block(plan.old_logp, begin, count, (char*)stage.raw_b);
+  if (da == kFloat64 || db == kFloat64) {
+    const double* p = as_doubles(a, da, count, (double*)stage.wide_a);
+    const double* q = as_doubles(b, db, count, (double*)stage.wide_b);
+    for (int64_t i = 0; i < count; ++i) stage.x[i] = (float)(p[i] - q[i]);
+  } else if (da == kBFloat16 && db == kBFloat16) {
+    subtract<BFloat16>(a, b, count, stage.x);
+  } else if (da == kFloat16 && db == kFloat16) {
+    subtract<Float16>(a, b, count, stage.x);
+  } else {
+    a = as_floats(a, da, count, (float*)stage.wide_a);
+    b = as_floats(b, db, count, (float*)stage.wide_b);
+    subtract<float>(a, b, count, stage.x);
+  }
+}
+
+template <typename T>
+void nonzero_bytes(const char* p, T relevant, int64_t count, uint8_t* to) {
+  for (int64_t i = 0; i < count; ++i) {
+    T v;
+    __builtin_memcpy(&v, p + i * sizeof(T), sizeof(T));
+    to[i] = (v & relevant) != 0;
+  }
+}
+
+// Membership of tokens [begin, begin + count): bit t of words[g * stride] is token 64 g + t, members non-zero.
+inline void stage_mask(const Operand& mask, int64_t begin, int64_t count, Stage& stage, uint64_t* words,
+                       int64_t stride) {
+  const char* p = read_block(mask, begin, count, (char*)stage.raw_a);
+  const bool real = mask.dtype <= kFloat64;  // the sign of a float does not make it non-zero
+  const int size = kItemSize[mask.dtype];
+  const uint8_t* bytes = (const uint8_t*)p;
+  if (size > 1) {
+    if (size == 2) nonzero_bytes<uint16_t>(p, real ? 0x7fff : 0xffff, count, stage.bytes);
+    if (size == 4) nonzero_bytes<uint32_t>(p, real ? 0x7fffffff : ~0u, count, stage.bytes);
+    if (size == 8) nonzero_bytes<uint64_t>(p, real ? ~0ull >> 1 : ~0ull, count, stage.bytes);
+    bytes = stage.bytes;
+  }
+  const int64_t full = count / 64;
+  for (int64_t g = 0; g < full; ++g) words[g * stride] = nonzero64(bytes + 64 * g);
+  if (count % 64 == 0) return;
+  uint8_t tail[64] = {};
+  for (int64_t i = 64 * full; i < count; ++i) tail[i - 64 * full] = bytes[i];
+  words[full * stride] = nonzero64(tail);
+}
+
+// Slice ids as int32: -1 for no slice, `slices` for beyond the last.
+template <typename T>
+void clamp_ids(const char* p, int64_t slices, int64_t count, int32_t* to) {
+  for (int64_t i = 0; i < count; ++i) {
+    T v;
+    __builtin_memcpy(&v, p + i * sizeof(T), sizeof(T));
+    const bool none = v < T(0);  // never, where T is unsigned
+    const bool beyond = !none && (uint64_t)v >= (uint64_t)slices;
+    to[i] = none ? -1 : beyond ? (int32_t)slices : (int32_t)v;
+  }
+}
+
+inline void stage_ids(const Operand& ids, int64_t slices, int64_t begin, int64_t count, Stage& stage) {
+  const char* p = read_block(ids, begin, count, (char*)stage.raw_a);
+  if (ids.dtype == kInt8) clamp_ids<int8_t>(p, slices, count, stage.ids);
+  if (ids.dtype == kUInt8 || ids.dtype == kBool) clamp_ids<uint8_t>(p, slices, count, stage.ids);
+  if (ids.dtype == kInt16) clamp_ids<int16_t>(p, slices, count, stage.ids);
+  if (ids.dtype == kUInt16) clamp_ids<uint16_t>(p, slices, count, stage.ids);
+  if (ids.dtype == kInt32) clamp_ids<int32_t>(p, slices, count, stage.ids);
+  if (ids.dtype == kUInt32) clamp_ids<uint32_t>(p, slices, count, stage.ids);
+  if (ids.dtype == kInt64) clamp_ids<int64_t>(p, slices, count, stage.ids);
+  if (ids.dtype == kUInt64) clamp_ids<uint64_t>(p, slices, count, stage.ids);
+  for (int64_t i = count; i < (count + 63) / 64 * 64; ++i) stage.ids[i] = -1;
+}
+
+}  // namespace
+}  // namespace pyrlstats

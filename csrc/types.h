@@ -1,0 +1,72 @@
+// The structs that cross files: no functions, only <cstddef> and <cstdint>, so that kernel objects stay
+// free of code that the linker could pick for everyone.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "layout.h"
+
+namespace pyrlstats {
+
+// Codes of element types; module.cc maps names to them.
+enum Dtype : int {
+  kFloat32,
+  kBFloat16,
+  kFloat16,
+  kFloat64,
+  kBool,
+  kInt8,
+  kUInt8,
+  kInt16,
+  kUInt16,
+  kInt32,
+  kUInt32,
+  kInt64,
+  kUInt64,
+  kDtypes
+};
+
+// Bytes of one element.
+constexpr int kItemSize[kDtypes] = {4, 2, 2, 8, 1, 1, 1, 2, 2, 4, 4, 8, 8};
+
+// An array as the caller has it: no copy, any strides, dimensions that can be walked as one are one.
+struct Operand {
+  const char* data;
+  int dtype;
+  int ndim;                // 0: a single element
+  const int64_t* shape;    // [ndim]
+  const int64_t* strides;  // [ndim], bytes
+};
+
+constexpr int kMaxMasks = 64;  // masks of one pass: one bit each in a set's key
+
+// Everything a kernel needs to know about one call.
+struct Plan {
+  Operand logp, old_logp;
+  const Operand* masks;     // [slices], or null
+  const Operand* ids;       // or null; with neither, every token is in the only slice
+  const Operand* base;      // or null
+  int64_t slices;
+  int mantissa_bits, min_exp, max_exp;
+  float clip_low, clip_high;  // bounds on x
+};
+
+// What one chunk of tokens adds to one slice. The far weights are scaled by 2^-far_scale.
+struct Moments {
+  int64_t counts[layout::kCountSize];
+  double sums[layout::kSumSize];
+  double maxima[layout::kMaxSize];
+  double far_scale;
+};
+
+// One instruction set's functions. A workspace is memory of `workspace_bytes`, aligned to a page, all zero
+// before its first use and again after `finish`.
+struct Kernels {
+  size_t (*workspace_bytes)(const Plan&);
+  // Tokens [begin, begin + count) into moments[slices], which it overwrites, and into the workspace's histograms.
+  void (*chunk)(const Plan&, void* workspace, int64_t begin, int64_t count, Moments* moments);
+  // Adds the workspace's histograms to histogram[slices][2P] and zeros to n_zero[slice * n_zero_stride]; clears them.
+  void (*finish)(const Plan&, void* workspace, int64_t* histogram, int64_t* n_zero, int64_t n_zero_stride);
+};
+
+}  // namespace pyrlstats
