@@ -5,6 +5,7 @@ Nothing here copies, converts or reads a token: only shapes, dtypes, devices and
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -71,12 +72,13 @@ def _as_array(name: str, value: Any) -> Array:
     )
 
 
-def _dtype_name(array: Array) -> str:
-    return str(array.dtype).removeprefix("torch.")
+@functools.cache
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _check_dtype(name: str, array: Array, accepted: tuple[str, ...]) -> None:
-    dtype = _dtype_name(array)
+    dtype = _dtype_name(array.dtype)
     if dtype not in accepted:
         raise TypeError(f"{name} must have one of the dtypes {', '.join(accepted)}, got {dtype}")
 
@@ -99,9 +101,14 @@ def _on_common_ground(arrays: dict[str, Array]) -> dict[str, Array]:
         return arrays
     import torch
 
-    common = {
-        name: torch.from_numpy(array) if isinstance(array, np.ndarray) else array for name, array in arrays.items()
-    }
+    def tensor(array: Array) -> Array:
+        if not isinstance(array, np.ndarray):
+            return array
+        # torch views neither read-only memory (without a warning) nor negative strides
+        viewable = array.flags.writeable and min(array.strides, default=0) >= 0
+        return torch.from_numpy(array if viewable else array.copy())
+
+    common = {name: tensor(array) for name, array in arrays.items()}
     like = common[first]
     for name, array in common.items():
         if array.device != like.device:
@@ -115,7 +122,7 @@ def _on_common_ground(arrays: dict[str, Array]) -> dict[str, Array]:
 
 
 def _broadcast(name: str, array: Array, shape: tuple[int, ...]) -> Array:
-    if tuple(array.shape) == shape:
+    if array.shape == shape:
         return array
     try:
         if isinstance(array, np.ndarray):

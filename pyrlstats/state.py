@@ -44,6 +44,22 @@ def power_of_two(exponent: Array) -> Array:
     return (biased << 52).view(xp.float64)
 
 
+# one copy of a template is one launch, zeroing and filling the maxima are two
+_templates: dict[tuple[int, Layout, Any], Array] = {}
+
+
+def _empty_buffer(slices: int, layout: Layout, device: Any) -> Array:
+    if device is None:
+        words: Array = np.zeros(words_of(slices, layout), np.int64)
+        words[-slices * len(MAXIMA) :].view(np.float64)[...] = -np.inf
+        return words
+    import torch
+
+    words = torch.zeros(words_of(slices, layout), dtype=torch.int64, device=device)
+    words[-slices * len(MAXIMA) :].view(torch.float64).fill_(-float("inf"))
+    return words
+
+
 def words_of(slices: int, layout: Layout) -> int:
     """Size of a state's buffer in int64 words."""
     return slices * (len(COUNTS) + layout.n_bins + len(SUMS) + len(MAXIMA))
@@ -78,16 +94,14 @@ class State:
         device: Any = None,
     ) -> State:
         """A state of no tokens: on a torch device, or in NumPy memory where ``device`` is None."""
-        words = words_of(len(names), layout)
-        if device is None:
-            buffer: Array = np.zeros(words, np.int64)
-        else:
-            import torch
-
-            buffer = torch.zeros(words, dtype=torch.int64, device=device)
-        state = cls(tuple(names), layout, clip, buffer)
-        state.maxima[...] = -float("inf")
-        return state
+        key = (len(names), layout, device)
+        template = _templates.get(key)
+        if template is None:
+            template = _empty_buffer(*key)
+            if type(template).__module__ in ("torch", "numpy"):  # not the fake tensors of a tracer
+                _templates[key] = template
+        buffer = template.copy() if device is None else template.clone()
+        return cls(tuple(names), layout, clip, buffer)
 
     @classmethod
     def from_parts(
