@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import warnings
@@ -20,29 +21,19 @@ BACKENDS: dict[str, tuple[str, tuple[str | None, ...]]] = {
     "reference": ("pyrlstats.backends.reference", (None, "cpu")),
 }
 
-_CURES = {
-    "cpp": "the compiled extension is missing: reinstall pyrlstats with a C++17 compiler present",
-    "triton": "Triton is missing: pip install triton",
-}
-
-_warned: set[str] = set()
-
 
 def unavailable(name: str) -> str | None:
-    """Why the backend cannot run here at all, or None where it can."""
+    """Why the backend cannot run here at all, with the cure, or None where it can."""
     try:
-        _module(name)
+        module = _module(name)
     except ImportError as error:
-        return f"{_CURES.get(name, 'install what it needs')} ({error})"
-    return None
+        return f"it cannot be imported ({error}): install what is missing"
+    reason: str | None = getattr(module, "unavailable_reason", lambda: None)()
+    return reason
 
 
 def _module(name: str) -> ModuleType:
     return importlib.import_module(BACKENDS[name][0])
-
-
-def _device_type(device: Any) -> str | None:
-    return None if device is None else str(device.type)
 
 
 def choose(device: Any) -> tuple[str, ModuleType]:
@@ -54,19 +45,20 @@ def choose(device: Any) -> tuple[str, ModuleType]:
     Raises:
         ValueError: ``PYRLSTATS_BACKEND`` names no backend, or one that cannot take arrays on ``device``.
     """
-    kind = _device_type(device)
-    forced = os.environ.get("PYRLSTATS_BACKEND")
-    if forced:
+    kind = None if device is None else device.type
+    return _chosen(kind, os.environ.get("PYRLSTATS_BACKEND") or None)
+
+
+@functools.cache
+def _chosen(kind: str | None, forced: str | None) -> tuple[str, ModuleType]:
+    if forced is not None:
         return forced, _forced(forced, kind)
-    fast, fallback = _preference(kind)
-    try:
-        return fast, _module(fast)
-    except ImportError:
-        reason = unavailable(fast)
-        if fast not in _warned:
-            _warned.add(fast)
-            warnings.warn(f"pyrlstats runs its slow {fallback!r} backend: {reason}", RuntimeWarning, stacklevel=4)
-        return fallback, _module(fallback)
+    name, fallback = _preference(kind)
+    reason = unavailable(name)
+    if reason is not None:
+        warnings.warn(f"pyrlstats runs its slow {fallback!r} backend: {reason}", RuntimeWarning, stacklevel=5)
+        name = fallback
+    return name, _module(name)
 
 
 def _preference(kind: str | None) -> tuple[str, str]:
@@ -86,13 +78,16 @@ def _forced(name: str, kind: str | None) -> ModuleType:
     if kind not in kinds and not (kind is not None and "*" in kinds):
         where = "NumPy arrays" if kind is None else f"{kind} tensors"
         raise ValueError(f"PYRLSTATS_BACKEND={name} cannot take {where}: unset it or choose another backend")
-    try:
-        return _module(name)
-    except ImportError as error:
-        raise ValueError(f"PYRLSTATS_BACKEND={name} is not available: {unavailable(name)}") from error
+    reason = unavailable(name)
+    if reason is not None:
+        raise ValueError(f"PYRLSTATS_BACKEND={name} is not available: {reason}")
+    return _module(name)
 
 
-def accumulate(batch: Batch, state: State) -> None:
-    """Add a batch to a state on the same device, in place."""
-    _, backend = choose(device_of(batch.logp))
-    backend.accumulate(batch, state)
+def accumulate(batch: Batch, state: State, num_threads: int | None = None) -> None:
+    """Add a batch to a state on the same device, in place; ``num_threads`` is for CPU backends with threads."""
+    name, backend = choose(device_of(batch.logp))
+    if name == "cpp":
+        backend.accumulate(batch, state, num_threads)
+    else:
+        backend.accumulate(batch, state)

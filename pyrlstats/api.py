@@ -24,6 +24,7 @@ def slice_stats(
     mask: Any = None,
     clip: tuple[float, float] = (0.2, 0.2),
     layout: Layout = _DEFAULT_LAYOUT,
+    num_threads: int | None = None,
 ) -> SliceStats:
     """Distribution statistics of the per-token log-ratio, slice by slice, in one pass over the tokens.
 
@@ -43,6 +44,8 @@ def slice_stats(
         mask: ANDed into every slice, such as a response mask; broadcasts to logp's shape.
         clip: (low, high) of the ratio clip, 0 < low < 1, high > 0.
         layout: bins of the histogram.
+        num_threads: on the CPU, at most so many; None is ``torch.get_num_threads()`` for tensors, else the CPUs of
+            this process. The same bits for any number.
 
     Returns:
         A mapping slice name -> statistics, on the inputs' device (NumPy in, NumPy out). Does not sync. NaN and
@@ -57,5 +60,5 @@ def slice_stats(
     checked_names = resolve_names(masks, slice_ids, names)
     batch = gate(logp, old_logp, masks, slice_ids, mask, checked_names)
     state = State.empty(checked_names, layout, checked_clip, device_of(batch.logp))
-    _dispatch.accumulate(batch, state)
+    _dispatch.accumulate(batch, state, num_threads)
     return SliceStats(state)
