@@ -187,9 +187,18 @@ class State:
 
     def to_host(self) -> State:
         """The same state in NumPy memory: one device-to-host copy, which syncs on a GPU."""
-        if namespace(self.buffer) is np:
+        buffer = self.buffer
+        if namespace(buffer) is np:
             return self
-        return replace(self, buffer=self.buffer.detach().cpu().numpy())
+        if buffer.device.type == "cuda":
+            import torch
+
+            # through pinned memory the copy engine writes directly; the cached block goes back at once
+            pinned = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=True)
+            pinned.copy_(buffer, non_blocking=True)
+            torch.cuda.current_stream(buffer.device).synchronize()
+            return replace(self, buffer=pinned.numpy().copy())
+        return replace(self, buffer=buffer.cpu().numpy())
 
     def clear_(self) -> None:
         """Forget every token, in place."""
