@@ -34,7 +34,7 @@ void spill(const Plan& plan, Workspace& work, Set& set) {
   set.waiting = rest;
 }
 
-// A token that the vector path leaves out: counted apart, or so small that only float64 holds its square.
+// A token that the vector path leaves out: counted apart, or so small that only float64 holds its cube.
 __attribute__((noinline)) void add_odd(Workspace& work, float x, Set& set) {
   uint32_t bits;
   __builtin_memcpy(&bits, &x, sizeof bits);
@@ -51,7 +51,7 @@ __attribute__((noinline)) void add_odd(Workspace& work, float x, Set& set) {
     set.single[layout::kSumAbsX] += v < 0 ? -v : v;
     store(set.min_x, min(load(set.min_x), splat(x)));
     store(set.max_x, max(load(set.max_x), splat(x)));
-    // the bin of the least positive or negative value, straight into the slices
+    // its bin, straight into the slices
     each_slice(work, set, [&](int64_t slice) {
       ++work.slice_histogram[slice * work.histogram_size + work.bins.of(bits)];
     });

@@ -72,6 +72,7 @@ __attribute__((noinline)) int run_groups(const Plan& plan, Workspace& work, cons
   const NarrowBins bins = work.narrow;
   // Upper halves from here on need a closer look: far, clipped or not finite.
   const H restless = splat(restless_from(plan)), not_finite = splat(uint16_t(layout::kInfBits >> 16));
+  const H tiny = splat(uint16_t((kTiny >> 16) - 1));
   D near_x = load(set.near_x), near_x2 = load(set.near_x2), abs_x = load(set.abs_x);
   D near_c = load(set.near_c), near_excess = load(set.near_excess);
   F min_x = load(set.min_x), max_x = load(set.max_x);
@@ -89,7 +90,7 @@ __attribute__((noinline)) int run_groups(const Plan& plan, Workspace& work, cons
       if (kNarrow) store(next + i, bins.of(top, a));
     }
     const float* near = x;
-    if (any_zero(smallest) && any_odd(x)) break;
+    if (any_at_least(tiny, smallest) && any_odd(x)) break;
     if (any_at_least(largest, restless)) {
       if (any_at_least(largest, not_finite)) break;
       store(set.abs_x, abs_x);

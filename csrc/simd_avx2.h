@@ -26,11 +26,11 @@ inline M less(F a, F b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
 inline M at_least(F a, F b) { return _mm256_cmp_ps(a, b, _CMP_GE_OQ); }
 inline F zero_where(M m, F v) { return _mm256_andnot_ps(m, v); }
 inline uint32_t mask_bits(M m) { return (uint32_t)_mm256_movemask_ps(m); }
-// |x| that is not finite, or not zero and below 2^-133 (whose upper half looks like zero)
+// x that is not finite, or not zero and below kTiny
 inline M odd(F x) {
   const __m256i a = _mm256_castps_si256(abs(x));
   const __m256i special = _mm256_cmpgt_epi32(a, _mm256_set1_epi32(0x7f7fffff));
-  const __m256i small = _mm256_cmpgt_epi32(_mm256_set1_epi32(0x10000), a);
+  const __m256i small = _mm256_cmpgt_epi32(_mm256_set1_epi32((int)kTiny), a);
   const __m256i some = _mm256_cmpgt_epi32(a, _mm256_setzero_si256());
   return _mm256_castsi256_ps(_mm256_or_si256(special, _mm256_and_si256(small, some)));
 }
@@ -92,9 +92,6 @@ inline H where_zero(H a, H then, H other) {
 }
 inline bool any_at_least(H a, H b) {
   return _mm256_movemask_epi8(_mm256_cmpeq_epi16(_mm256_max_epu16(a, b), a)) != 0;
-}
-inline bool any_zero(H a) {
-  return _mm256_movemask_epi8(_mm256_cmpeq_epi16(a, _mm256_setzero_si256())) != 0;
 }
 
 // --- 64 tokens at once

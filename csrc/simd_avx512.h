@@ -26,11 +26,11 @@ inline M less(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
 inline M at_least(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
 inline F zero_where(M m, F v) { return _mm512_maskz_mov_ps((M)~m, v); }
 inline uint32_t mask_bits(M m) { return m; }
-// |x| that is not finite, or not zero and below 2^-133 (whose upper half looks like zero)
+// x that is not finite, or not zero and below kTiny
 inline M odd(F x) {
   const __m512i a = _mm512_castps_si512(abs(x));
-  const __m512i from = _mm512_sub_epi32(a, _mm512_set1_epi32(0x10000));
-  return _mm512_cmpge_epu32_mask(from, _mm512_set1_epi32(0x7f7f0000)) & _mm512_test_epi32_mask(a, a);
+  const __m512i from = _mm512_sub_epi32(a, _mm512_set1_epi32((int)kTiny));
+  return _mm512_cmpge_epu32_mask(from, _mm512_set1_epi32((int)(layout::kInfBits - kTiny))) & _mm512_test_epi32_mask(a, a);
 }
 
 // The lanes of `keep`, packed, to p[0 ..]; may write up to kLanes floats. Returns their number.
@@ -77,7 +77,6 @@ inline H where_zero(H a, H then, H other) {
   return _mm512_mask_mov_epi16(other, _mm512_testn_epi16_mask(a, a), then);
 }
 inline bool any_at_least(H a, H b) { return _mm512_cmpge_epu16_mask(a, b) != 0; }
-inline bool any_zero(H a) { return _mm512_testn_epi16_mask(a, a) != 0; }
 
 // --- 64 tokens at once
 inline uint64_t nonzero64(const uint8_t* p) {

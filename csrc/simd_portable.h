@@ -31,10 +31,10 @@ inline M less(F a, F b) { return a < b; }
 inline M at_least(F a, F b) { return a >= b; }
 inline F zero_where(M m, F v) { return (F)((I)v & ~m); }
 inline uint32_t mask_bits(M m) { return (m[0] & 1) | (m[1] & 2) | (m[2] & 4) | (m[3] & 8); }
-// |x| that is not finite, or not zero and below 2^-133 (whose upper half looks like zero)
+// x that is not finite, or not zero and below kTiny
 inline M odd(F x) {
   const I a = (I)x & 0x7fffffff;
-  return (a > 0x7f7fffff) | ((a < 0x10000) & (a > 0));
+  return (a > 0x7f7fffff) | ((a < (int32_t)kTiny) & (a > 0));
 }
 
 // The lanes of `keep`, packed, to p[0 ..]; may write up to kLanes floats. Returns their number.
@@ -87,7 +87,6 @@ inline H negative(H a) { return (H)(a > 0x7fff); }
 inline H where_zero(H a, H then, H other) { return (then & (H)(a == 0)) | (other & ~(H)(a == 0)); }
 inline bool any(L v) { return (v[0] | v[1]) != 0; }
 inline bool any_at_least(H a, H b) { return any((L)(a >= b)); }
-inline bool any_zero(H a) { return any((L)(a == 0)); }
 
 // --- 64 tokens at once
 inline uint64_t nonzero64(const uint8_t* p) {

@@ -7,35 +7,20 @@ import sys
 from functools import cache
 from typing import Any
 
+from pyrlstats import _core  # ImportError where the extension is not built
 from pyrlstats.backends.batch import Batch
 from pyrlstats.layout import STATE_VERSION, clip_thresholds
 from pyrlstats.state import Array, State
 
-try:
-    from pyrlstats import _core
-except ImportError as error:  # the build is optional: other backends do without
-    _reason: str | None = f"the extension pyrlstats._core is not built ({error}): pip install pyrlstats"
-else:
-    _reason = None
-    if _core.STATE_VERSION != STATE_VERSION:
-        _reason = "the extension pyrlstats._core is of another version: reinstall pyrlstats"
+if _core.STATE_VERSION != STATE_VERSION:
+    raise ImportError("the extension pyrlstats._core is of another version: reinstall pyrlstats")
 
 Operand = tuple[int, int, "tuple[int, ...] | None"]
 
 
-def unavailable_reason() -> str | None:
-    """Why this backend cannot run here, or None where it can."""
-    return _reason
-
-
-def available() -> bool:
-    """Whether the extension is built and of this version."""
-    return _reason is None
-
-
 def instruction_sets() -> tuple[str, ...]:
     """Names of the instruction sets that are built in and run on this machine, best first."""
-    return tuple(_core.build_config()["usable"]) if available() else ()
+    return tuple(_core.build_config()["usable"])
 
 
 @cache
