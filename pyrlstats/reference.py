@@ -154,7 +154,7 @@ def _measures(finite: Float64, clip: tuple[float, float]) -> dict[str, float]:
             "kl_k2": np.mean(finite**2) / 2.0,
             "kl_k3": np.mean(k3(finite)),
             "ratio_mean": ratio_mean,
-            "ratio_std": ratio_mean * np.sqrt(chi2),
+            "ratio_std": ratio_mean * np.sqrt(chi2) if chi2 > 0 else 0.0,
             "ratio_min": np.exp(finite.min()),
             "ratio_max": np.exp(finite.max()),
             "ess": n / (1.0 + chi2),

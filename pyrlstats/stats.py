@@ -195,7 +195,9 @@ def ratio_mean(state: State) -> Array:
 
 def ratio_std(state: State) -> Array:
     """Population standard deviation of w, raw; mean(w) sqrt(chi2), so that nothing cancels."""
-    return ratio_mean(state) * namespace(state.buffer).sqrt(chi2(state))
+    xp = namespace(state.buffer)
+    spread = xp.sqrt(chi2(state))
+    return xp.where(spread == 0.0, 0.0, ratio_mean(state) * spread)  # equal weights: also where they overflow
 
 
 def ratio_min(state: State) -> Array:
