@@ -1,0 +1,146 @@
+"""Exact maximum and minimum of every slice.
+
+On CUDA the running extrema of a program sit in shared memory as integer keys that sort like the floats. A thread
+compares the largest magnitude of its tokens with them, and only a warp with a possible new extremum looks closer:
+4 instructions a token less than a maximum and a minimum for every slice.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from pyrlstats.kernels import histogram, tile
+
+
+@triton.constexpr_function
+def _outputs(V):
+    return ",".join(["=r"] * V + ["r"] * (2 * V))
+
+
+@triton.constexpr_function
+def _update_asm(G, P, V):
+    """x are operands V .. 2V-1 (finite, 0 for non-members), members 2V .. 3V-1."""
+    x = [f"${V + j}" for j in range(V)]
+    m = [f"${2 * V + j}" for j in range(V)]
+    keys = f"pyrlstats_shared+{4 * G * histogram.row_words(P)}"
+    out = [
+        ".reg .pred p, q, r, one; .reg .b32 t, a, any, hi, lo, lane;",
+        f".reg .b32 hi<4>, lo<4>, k<{V}>;",
+        f"ld.shared.v4.b32 {{hi0, hi1, hi2, hi3}}, [{keys}];",
+        f"ld.shared.v4.b32 {{lo0, lo1, lo2, lo3}}, [{keys}+16];",
+        f"and.b32 a, {x[0]}, 0x7fffffff;",
+        f"mov.b32 any, {m[0]};",
+    ]
+    for j in range(1, V):
+        out += [f"and.b32 t, {x[j]}, 0x7fffffff;", "max.s32 a, a, t;", f"or.b32 any, any, {m[j]};"]
+    # no new extremum unless |x| is beyond the nearer of the two
+    for s in range(G):
+        out += [
+            f"min.s32 t, hi{s}, lo{s};",
+            "setp.gt.s32 q, a, t;",
+            f"and.b32 t, any, {1 << s};",
+            "setp.ne.and.s32 q, t, 0, q;",
+            "mov.pred p, q;" if s == 0 else "or.pred p, p, q;",
+        ]
+    out += ["vote.sync.any.pred p, p, 0xffffffff;", "@!p bra DONE;"]
+    for j in range(V):
+        out += [f"shr.s32 t, {x[j]}, 31;", "and.b32 t, t, 0x7fffffff;", f"xor.b32 k{j}, {x[j]}, t;"]
+    out += ["mov.b32 hi, k0;", "mov.b32 lo, k0;"]
+    for j in range(1, V):
+        out += [f"max.s32 hi, hi, k{j};", f"min.s32 lo, lo, k{j};"]
+    out += ["not.b32 t, lo;"]
+    for s in range(G):
+        out += [
+            f"setp.gt.s32 q, hi, hi{s};",
+            f"setp.gt.or.s32 q, t, lo{s}, q;",
+            f"and.b32 a, any, {1 << s};",
+            "setp.ne.and.s32 q, a, 0, q;",
+            "mov.pred p, q;" if s == 0 else "or.pred p, p, q;",
+        ]
+    out += ["vote.sync.any.pred p, p, 0xffffffff;", "@!p bra DONE;", "mov.u32 lane, %laneid;"]
+    out += ["setp.eq.s32 one, lane, 0;"]
+    for s in range(G):
+        out += ["mov.b32 hi, 0x80000000;", "mov.b32 lo, 0x80000000;"]
+        for j in range(V):
+            out += [
+                f"and.b32 t, {m[j]}, {1 << s};",
+                "setp.ne.s32 q, t, 0;",
+                f"@q max.s32 hi, hi, k{j};",
+                f"not.b32 t, k{j};",
+                "@q max.s32 lo, lo, t;",
+            ]
+        out += [
+            "redux.sync.max.s32 hi, hi, 0xffffffff;",
+            "redux.sync.max.s32 lo, lo, 0xffffffff;",
+            f"@one red.shared.max.s32 [{keys}+{4 * s}], hi;",
+            f"@one red.shared.max.s32 [{keys}+{16 + 4 * s}], lo;",
+        ]
+    out += ["DONE:"]
+    out += [f"mov.u32 ${j}, 0;" for j in range(V)]
+    return "{\n" + "\n".join(out) + "\n}"
+
+
+@triton.jit
+def start(ROWS: tl.constexpr, G: tl.constexpr, WAY: tl.constexpr):
+    """Running extrema: per slice a maximum of x and one of -x, or nothing where shared memory holds them."""
+    if WAY == histogram.SHARED:
+        return (0,)
+    else:
+        none = tl.full((ROWS,), float("-inf"), tl.float32)
+        extrema = (none, none)
+        for s in tl.static_range(1, G):
+            extrema = extrema + (none, none)
+        return extrema
+
+
+@triton.jit
+def update(extrema, x, members, G: tl.constexpr, P: tl.constexpr, V: tl.constexpr, WAY: tl.constexpr):
+    """x [ROWS, V]: finite, 0 for non-members."""
+    if WAY == histogram.SHARED:
+        tl.inline_asm_elementwise(
+            _update_asm(G, P, V),
+            _outputs(V),
+            [x.to(tl.int32, bitcast=True), members],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=V,
+        )
+        return extrema
+    else:
+        member = (members & 1) != 0
+        top, bottom = _tile_extrema(x, member)
+        extrema_ = (tl.maximum(extrema[0], top), tl.maximum(extrema[1], bottom))
+        for s in tl.static_range(1, G):
+            member = ((members >> s) & 1) != 0
+            top, bottom = _tile_extrema(x, member)
+            extrema_ = extrema_ + (tl.maximum(extrema[2 * s], top), tl.maximum(extrema[2 * s + 1], bottom))
+        return extrema_
+
+
+@triton.jit
+def _tile_extrema(x, member):
+    return (
+        tl.max(tl.where(member, x, float("-inf")), axis=1),
+        tl.max(tl.where(member, -x, float("-inf")), axis=1),
+    )
+
+
+@triton.jit
+def _from_key(key):
+    bits = key ^ ((key >> 31) & tile.ABS_BITS)
+    value = bits.to(tl.float32, bitcast=True) + 0.0  # -0.0 becomes 0.0
+    return tl.where(key == histogram.MIN_KEY, float("-inf"), value)
+
+
+@triton.jit
+def result(extrema, counters, s: tl.constexpr, G: tl.constexpr, P: tl.constexpr, WAY: tl.constexpr):
+    """(max x, -min x) of slice s in this program, float64 scalars; after a barrier."""
+    if WAY == histogram.SHARED:
+        address = counters[0] + 4 * (G * histogram.row_words(P) + s)
+        top = _from_key(histogram.load_shared(address))
+        bottom = _from_key(histogram.load_shared(address + 16))
+        return top.to(tl.float64), bottom.to(tl.float64)
+    else:
+        top = tl.max(extrema[2 * s], axis=0) + 0.0
+        bottom = tl.max(extrema[2 * s + 1], axis=0) + 0.0
+        return top.to(tl.float64), bottom.to(tl.float64)

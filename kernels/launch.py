@@ -1,0 +1,211 @@
+"""From a batch of torch tensors to kernel launches: strides, groups of slices, scratch, programs.
+
+Nothing here reads the device: sizes depend on shapes alone, so a call never syncs and can be captured in a graph.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+from pyrlstats.kernels import far, histogram, slice_hist, tile
+
+from pyrlstats.layout import NEAR_LIMIT, Layout, clip_thresholds, float32_bits
+
+Tensor = torch.Tensor
+
+INTERPRETED = not isinstance(slice_hist.slice_hist_kernel, triton.runtime.JITFunction)
+STATIC_SHARED = 46 << 10  # bytes; CUDA allows 48 KiB a program without asking, reductions need some of it
+MAX_GROUP = 4  # slices a launch
+MAX_COLUMNS = 1 << 30  # 32-bit arithmetic inside a tile
+
+
+@dataclass
+class Scratch:
+    """Rows of the programs of one launch and the counter that finds the last one; zero between launches."""
+
+    rows: Tensor
+    ticket: Tensor
+
+
+_scratch: dict[tuple[Any, ...], Scratch] = {}
+
+
+@lru_cache
+def _programs_max(device: torch.device) -> int:
+    if INTERPRETED:
+        return 3
+    return 2 * int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _new_scratch(device: torch.device) -> Scratch:
+    words = _programs_max(device) * MAX_GROUP * int(far.ROW.value)
+    return Scratch(
+        torch.empty(words, dtype=torch.float64, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+    )
+
+
+def scratch_for(device: torch.device) -> Scratch:
+    """The scratch of the current stream: launches on one stream follow each other, so they can share it.
+
+    A captured launch may be replayed on any stream, so it gets one of its own from the graph's memory.
+    """
+    if INTERPRETED:
+        return _new_scratch(device)
+    if torch.cuda.is_current_stream_capturing():
+        return _new_scratch(device)
+    key = (device, triton.runtime.driver.active.get_current_stream(device.index))
+    found = _scratch.get(key)
+    if found is None:
+        found = _scratch[key] = _new_scratch(device)
+    return found
+
+
+@lru_cache
+def _thresholds(clip: tuple[float, float]) -> tuple[float, float, int]:
+    """low, high, and the bits of the smallest |x| that is clipped or far."""
+    low, high = clip_thresholds(clip)
+    return low, high, float32_bits(min(-low, high, NEAR_LIMIT))
+
+
+@lru_cache
+def histogram_way(layout: Layout, portable: bool) -> tuple[int, int]:
+    """(way, slices a launch): shared memory where a row fits, registers where that is not to be had."""
+    row_bytes = 4 * (layout.n_bins + 12)
+    if portable:
+        return (histogram.REGISTERS.value if layout.n_bins <= 4096 else histogram.GLOBAL.value), MAX_GROUP
+    fits = (STATIC_SHARED - 32) // row_bytes
+    if fits == 0:
+        return histogram.GLOBAL.value, MAX_GROUP
+    return histogram.SHARED.value, min(fits, MAX_GROUP)
+
+
+@lru_cache
+def _constants(layout: Layout, way: int) -> dict[str, int]:
+    return slice_hist.constants(layout, way)
+
+
+def slice_hist_(
+    logp: Tensor,
+    old_logp: Tensor,
+    mode: int,
+    members: tuple[Tensor, ...],
+    base: Tensor | None,
+    state: Any,
+    portable: bool = False,
+) -> None:
+    """Add tokens to ``state``, in place, on the current stream.
+
+    Args:
+        logp, old_logp: float tensors of one shape, any strides.
+        mode: tile.ALL, MASKS, BITS or IDS.
+        members: the masks, or the one tensor of bits or ids, of logp's shape (stride 0 where broadcast).
+        base: mask ANDed into every slice, or None.
+        state: pyrlstats State on the same device.
+        portable: no inline PTX.
+    """
+    if logp.numel() == 0:
+        return
+    device = logp.device
+    if not INTERPRETED and torch.cuda.current_device() != device.index:
+        with torch.cuda.device(device):
+            return slice_hist_(logp, old_logp, mode, members, base, state, portable)
+    tensors = [logp, old_logp, *members] if base is None else [logp, old_logp, *members, base]
+    scratch = scratch_for(device)
+    portable = portable or INTERPRETED or torch.version.cuda is None
+    if all(tensor.is_contiguous() for tensor in tensors):
+        _launch(logp.numel(), None, tensors, mode, base is not None, state, scratch, portable)
+        return
+    for n, grid, views in _collapsed(tensors):
+        _launch(n, grid, views, mode, base is not None, state, scratch, portable)
+
+
+def _collapsed(tensors: list[Tensor]) -> Iterator[tuple[int, Any, list[Tensor]]]:
+    """(n, None or (columns, strides), views) for every launch that the strides need: mostly one.
+
+    Dimensions are ordered by logp's strides (sums do not care) and merged where every tensor allows it. What is
+    left beyond two dimensions is looped over.
+    """
+    order = sorted(range(tensors[0].dim()), key=lambda d: -tensors[0].stride(d))
+    dims: list[tuple[int, list[int]]] = []  # size, stride in every tensor
+    for d in order:
+        size, strides = tensors[0].shape[d], [tensor.stride(d) for tensor in tensors]
+        if size == 1:
+            continue
+        if dims and all(outer == inner * size for outer, inner in zip(dims[-1][1], strides, strict=True)):
+            dims[-1] = (dims[-1][0] * size, strides)
+        else:
+            dims.append((size, strides))
+    if not dims or (len(dims) == 1 and all(stride == 1 for stride in dims[0][1])):
+        yield tensors[0].numel(), None, tensors
+        return
+    inner = 2 if len(dims) > 1 and dims[-1][0] <= MAX_COLUMNS else 1
+    outer, dims = dims[:-inner], dims[-inner:]
+    if inner == 1:
+        columns = min(dims[0][0], MAX_COLUMNS)
+        dims = [(1, [columns * stride for stride in dims[0][1]]), dims[0]]
+    else:
+        columns = dims[1][0]
+    strides = [pair for pair in zip(dims[0][1], dims[1][1], strict=True)]
+    n = dims[0][0] * dims[1][0]
+    for index in itertools.product(*(range(size) for size, _ in outer)):
+        views = []
+        for t, tensor in enumerate(tensors):
+            shift = sum(i * step[t] for i, (_, step) in zip(index, outer, strict=True))
+            views.append(tensor.as_strided((1,), (1,), tensor.storage_offset() + shift) if shift else tensor)
+        yield n, (columns, strides), views
+
+
+def _launch(
+    n: int,
+    grid: Any,
+    tensors: list[Tensor],
+    mode: int,
+    has_base: bool,
+    state: Any,
+    scratch: Scratch,
+    portable: bool,
+) -> None:
+    logp, old_logp = tensors[:2]
+    members = tensors[2:-1] if has_base else tensors[2:]
+    base = tensors[-1] if has_base else logp
+    slices = len(state.names)
+    low, high, tail_bits = _thresholds(state.clip)
+    way, group = histogram_way(state.layout, portable)
+    constants = _constants(state.layout, way)
+    itemsize = max(logp.element_size(), old_logp.element_size())
+    for first in range(0, slices, group):
+        g = min(group, slices - first)
+        config = slice_hist._config(n, itemsize, g)
+        masks = members[first : first + g] if mode == tile.MASKS.value else members[:1]
+        masks = masks + [logp] * (4 - len(masks))
+        programs = min(triton.cdiv(n, config.rows * config.v), _programs_max(logp.device))
+        arguments = (
+            logp, old_logp, *masks, base, state.buffer, scratch.rows, scratch.ticket,
+            n, slices, first, low, high, tail_bits,
+        )  # fmt: skip
+        kernel = slice_hist.slice_hist_kernel
+        if grid is not None:
+            columns, strides = grid
+            wanted = members[first : first + g] if mode == tile.MASKS.value else members[:1]
+            pairs = [strides[0], strides[1], strides[-1] if has_base else (0, 0)]
+            start = 2 + (first if mode == tile.MASKS.value else 0)
+            pairs += strides[start : start + len(wanted)]
+            pairs += [(0, 0)] * (7 - len(pairs))
+            arguments = (*arguments, columns, *itertools.chain.from_iterable(pairs))
+            kernel = slice_hist.slice_hist_strided_kernel
+        kernel[(programs,)](
+            *arguments,
+            ROWS=config.rows,
+            V=config.v,
+            G=g,
+            MODE=mode,
+            HAS_BASE=has_base,
+            **constants,
+            num_warps=config.rows // 32,
+        )

@@ -1,0 +1,39 @@
+"""The ``triton`` backend: fused GPU kernels, no sync. CUDA, ROCm, and the Triton interpreter on CPU tensors."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import sys
+from pathlib import Path
+
+from pyrlstats.backends.batch import Batch
+from pyrlstats.state import State
+
+
+def _find_kernels() -> None:
+    """In a source tree the kernels lie beside the package: make them importable as ``pyrlstats.kernels``."""
+    if "pyrlstats.kernels" in sys.modules or importlib.util.find_spec("pyrlstats.kernels") is not None:
+        return
+    folder = Path(__file__).resolve().parents[2] / "kernels"
+    if not folder.is_dir():
+        raise ImportError("pyrlstats.kernels is missing: reinstall pyrlstats")
+    spec = importlib.machinery.ModuleSpec("pyrlstats.kernels", None, is_package=True)
+    spec.submodule_search_locations = [str(folder)]
+    sys.modules["pyrlstats.kernels"] = importlib.util.module_from_spec(spec)
+
+
+_find_kernels()
+
+from pyrlstats.kernels import launch, tile  # noqa: E402
+
+
+def accumulate(batch: Batch, state: State) -> None:
+    """Add the tokens of ``batch`` to ``state``, in place, on the current stream. Does not sync."""
+    if batch.slice_ids is not None:
+        mode, members = tile.IDS.value, (batch.slice_ids,)
+    elif batch.masks is not None:
+        mode, members = tile.MASKS.value, batch.masks
+    else:
+        mode, members = tile.ALL.value, ()
+    launch.slice_hist_(batch.logp, batch.old_logp, mode, members, batch.base_mask, state)
