@@ -145,7 +145,9 @@ def _rank(cells: _Cells, q: list[float]) -> _Ranked:
     if cells.signed and exact:
         hi = xp.where(rank == 1, cells.lowest, hi)
         lo = xp.where(rank == 1, cells.lowest, lo)
-    inside = (rank - before - (0.5 if exact else 0.0)) / xp.where(count > 0, count, xp.ones_like(count))
+    # in float64: torch would subtract a Python number from integers in float32
+    above = xp.asarray(rank - before, dtype=xp.float64) - (0.5 if exact else 0.0)
+    inside = above / xp.where(count > 0, count, xp.ones_like(count))
     return _Ranked(lo, hi, inside)
 
 
