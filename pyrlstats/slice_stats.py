@@ -12,7 +12,7 @@ from pyrlstats import quantiles as _quantiles
 from pyrlstats import stats as _stats
 from pyrlstats.layout import STATE_VERSION
 from pyrlstats.quantiles import Histogram, Numbers
-from pyrlstats.state import Array, State
+from pyrlstats.state import Array, State, on_one_device
 
 QUANTILES = (0.001, 0.01, 0.5, 0.99, 0.999)
 ABS_QUANTILES = (0.5, 0.99, 0.999, 0.9999)
@@ -149,14 +149,16 @@ class SliceStats(Mapping[str, SliceView]):
     def merge(self, other: SliceStats | Iterable[SliceStats]) -> SliceStats:
         """The pooled statistics of this and ``other``, one or several, as if all tokens had come in one call.
 
-        None is changed. Does not sync.
+        None is changed. Does not sync. What lies in NumPy memory is moved to the device of the others.
 
         Raises:
-            ValueError: other slices, layout, clip or device.
+            ValueError: other slices, layout or clip, or tensors on different devices.
         """
-        merged = self.state.copy()
-        for one in [other] if isinstance(other, SliceStats) else other:
-            merged.merge_(one.state)
+        others = [other] if isinstance(other, SliceStats) else other
+        first, *rest = on_one_device([self.state, *(one.state for one in others)])
+        merged = first.copy()
+        for state in rest:
+            merged.merge_(state)
         return SliceStats(merged)
 
     def __add__(self, other: object) -> SliceStats:
@@ -248,10 +250,17 @@ class SliceStats(Mapping[str, SliceView]):
         return cls(binary.from_bytes(data))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"state": self.state}
+        # in NumPy memory: a GPU's statistics can be read on a machine without one, or without torch
+        return {"state": self.state.to_host()}
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
         self.__init__(pickled["state"])  # type: ignore[misc]
+
+    def __copy__(self) -> SliceStats:
+        return SliceStats(self.state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SliceStats:
+        return SliceStats(self.state.copy())
 
     def _evaluate(self, function: Callable[[State], Array]) -> Array:
         if function not in self._values:

@@ -20,6 +20,9 @@ from pyrlstats.layout import COUNTS, LOG2E, MAXIMA, STATE_VERSION, SUMS, Layout,
 
 Array = Any  # a NumPy array or a torch tensor
 
+_MAX_COUNT = 2**53  # what float64 holds exactly
+_MAX_FLOAT32 = 3.4028234663852886e38
+
 
 def namespace(array: Array) -> Any:
     """``torch`` for a tensor, ``numpy`` otherwise: the functions used on states have the same names in both."""
@@ -58,6 +61,38 @@ def _empty_buffer(slices: int, layout: Layout, device: Any) -> Array:
     words = torch.zeros(words_of(slices, layout), dtype=torch.int64, device=device)
     words[-slices * len(MAXIMA) :].view(torch.float64).fill_(-float("inf"))
     return words
+
+
+def _all_counts(values: Array) -> bool:
+    return bool(values.min() >= 0 and values.max() <= _MAX_COUNT)
+
+
+def on_one_device(states: Sequence[State]) -> list[State]:
+    """The states, those in NumPy memory moved to the device of the first that is a tensor (if one is).
+
+    They share memory with the states given where nothing moves. Does not sync.
+    """
+    tensors = [state.buffer for state in states if not isinstance(state.buffer, np.ndarray)]
+    if not tensors:
+        return list(states)
+    import torch
+
+    return [
+        replace(state, buffer=torch.from_numpy(state.buffer).to(tensors[0].device))
+        if isinstance(state.buffer, np.ndarray)
+        else state
+        for state in states
+    ]
+
+
+def scale_far_weights_(sums: Array, up: Array) -> None:
+    """Multiply the far weights of sums (S, len(SUMS)) by 2^up (S,), up <= 0, in place: exact.
+
+    Merging never raises a scale, except that of an empty state, which has no far weights: up > 0 counts as 0.
+    """
+    factor = power_of_two(namespace(up).clip(up, None, 0.0))
+    sums[:, SUMS.index("far_w")] *= factor
+    sums[:, SUMS.index("far_w2")] *= factor * factor
 
 
 def words_of(slices: int, layout: Layout) -> int:
@@ -133,15 +168,21 @@ class State:
         """Raise ValueError unless the counts could come from tokens. Syncs."""
         host = self.to_host()
         counts = {name: host.count(name) for name in COUNTS}
-        non_finite = counts["n_nan"] + counts["n_pos_inf"] + counts["n_neg_inf"]
-        binned = host.histogram.sum(-1)
+        finite = host.histogram.sum(-1) + counts["n_zero"]
+        highest, lowest = host.maximum("max_x"), -host.maximum("neg_min_x")
+        extrema_fit = np.where(
+            finite > 0,
+            (-_MAX_FLOAT32 <= lowest) & (lowest <= highest) & (highest <= _MAX_FLOAT32),
+            (highest == -np.inf) & (lowest == np.inf),
+        )
         if (
-            (host.counts < 0).any()
-            or (host.histogram < 0).any()
-            or (counts["n_tokens"] != binned + counts["n_zero"] + non_finite).any()
-            or (counts["clip_low"] + counts["clip_high"] > binned + counts["n_zero"]).any()
-            or (counts["n_far"] > binned).any()
-            or np.isnan(host.maxima).any()
+            not _all_counts(host.counts)
+            or not _all_counts(host.histogram)
+            or host.histogram.sum(-1, dtype=np.float64).max() > _MAX_COUNT
+            or (counts["n_tokens"] != finite + counts["n_nan"] + counts["n_pos_inf"] + counts["n_neg_inf"]).any()
+            or (counts["clip_low"] + counts["clip_high"] > finite).any()
+            or (counts["n_far"] > finite - counts["n_zero"]).any()
+            or not extrema_fit.all()
             or np.isnan(host.sums).any()
         ):
             raise ValueError("the counts of this state contradict each other: the data is damaged")
@@ -180,6 +221,10 @@ class State:
         """One row of MAXIMA for every slice: float64 (S,)."""
         return self.maxima[:, MAXIMA.index(name)]
 
+    def n_finite(self) -> Array:
+        """Members with finite x of every slice: int64 (S,)."""
+        return self.count("n_tokens") - self.count("n_nan") - self.count("n_pos_inf") - self.count("n_neg_inf")
+
     def copy(self) -> State:
         """The same state in memory of its own, on the same device. Does not sync."""
         xp = namespace(self.buffer)
@@ -207,6 +252,8 @@ class State:
 
     def check_mergeable(self, other: State) -> None:
         """Raise ValueError, naming what differs, unless ``other`` holds the same slices, layout and clip."""
+        if type(self) is not type(other):
+            raise ValueError("exact and decayed statistics never merge: the counts of the latter are weighted")
         for field in ("names", "layout", "clip"):
             mine, theirs = getattr(self, field), getattr(other, field)
             if mine != theirs:
@@ -232,22 +279,16 @@ class State:
             ValueError: other slices, layout, clip or device; both states are left unchanged.
         """
         self.check_mergeable(other)
-        xp = namespace(self.buffer)
-        maxima = xp.maximum(self.maxima, other.maxima)
+        maxima = namespace(self.buffer).maximum(self.maxima, other.maxima)
         exponent = scale_exponent(maxima[:, MAXIMA.index("max_x")])
         sums = self.rescaled_sums(exponent) + other.rescaled_sums(exponent)
-        integers = len(self.names) * (len(COUNTS) + self.layout.n_bins)
-        self.buffer[:integers] += other.buffer[:integers]
+        for mine, theirs in ((self.counts, other.counts), (self.histogram, other.histogram)):
+            mine += theirs
         self.sums[...] = sums
         self.maxima[...] = maxima
 
     def rescaled_sums(self, exponent: Array) -> Array:
-        """The sums with far weights scaled by 2^-exponent (S,): an exact multiplication."""
-        down = scale_exponent(self.maximum("max_x")) - exponent
-        # an empty state has no far weights, whatever its exponent
-        xp = namespace(down)
-        down = xp.where(self.count("n_far") > 0, down, 0.0)
-        factor = xp.ones_like(self.sums)
-        factor[:, SUMS.index("far_w")] = power_of_two(down)
-        factor[:, SUMS.index("far_w2")] = power_of_two(2.0 * down)
-        return self.sums * factor
+        """A copy of the sums with far weights scaled by 2^-exponent (S,), exactly."""
+        sums = self.sums + 0.0
+        scale_far_weights_(sums, scale_exponent(self.maximum("max_x")) - exponent)
+        return sums

@@ -39,7 +39,7 @@ def n_neg_inf(state: State) -> Array:
 
 def n_finite(state: State) -> Array:
     """Members with finite x: the denominator of every fraction and mean. Tokens."""
-    return n_tokens(state) - n_nan(state) - n_pos_inf(state) - n_neg_inf(state)
+    return state.n_finite()
 
 
 def n_zero(state: State) -> Array:
