@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pyrlstats import _dispatch
 from pyrlstats._inputs import Masks, device_of, gate
 from pyrlstats.layout import Layout, check_clip, check_names
 from pyrlstats.slice_stats import SliceStats
-from pyrlstats.state import State
+from pyrlstats.state import State, on_one_device
 
 if TYPE_CHECKING:
-    from pyrlstats.distributed import Reduction
+    from pyrlstats.distributed import Handle, Reduction
 
 _DEFAULT_LAYOUT = Layout()
 
@@ -46,13 +45,15 @@ class SliceAccumulator:
         self.names = check_names(names)
         self.layout = layout
         self.clip = check_clip(clip)
-        self.device: Any = None
-        self._state: State | None = None
-        self._reduced = False
+        self._state: State | None = None if device is None else self._empty(_state_device(device))
+        self._reduced = False  # the state holds other ranks' tokens
+        self._pending: Handle | None = None
         self._reduction: Reduction | None = None
-        if device is not None:
-            self.device = _state_device(device)
-            self._state = self._empty(self.device)
+
+    @property
+    def device(self) -> Any:
+        """The torch device of the state; None for NumPy memory and before the first update."""
+        return None if self._state is None else device_of(self._state.buffer)
 
     def update(
         self,
@@ -74,7 +75,7 @@ class SliceAccumulator:
         """
         if self._reduced:
             raise RuntimeError(
-                "update after all_reduce would mix this rank's tokens into the global state: call reset() first"
+                "update after a reduction would mix this rank's tokens into the global state: call reset() first"
             )
         if slice_ids is not None and masks is not None:
             raise ValueError("masks and slice_ids exclude each other: give one of them")
@@ -91,7 +92,9 @@ class SliceAccumulator:
         return SliceStats(self._state.copy())
 
     def reset(self) -> SliceAccumulator:
-        """Forget every token; names, layout, clip and memory stay."""
+        """Forget every token; names, layout, clip and memory stay. Waits for a reduction under way."""
+        if self._pending is not None:
+            self._pending.wait()
         if self._state is not None:
             self._state.clear_()
         self._reduced = False
@@ -100,27 +103,43 @@ class SliceAccumulator:
     def merge(self, other: SliceAccumulator | SliceStats | Iterable[SliceAccumulator | SliceStats]) -> SliceAccumulator:
         """Count what ``other``, one or several, has counted too. ``other`` is not changed. Does not sync.
 
+        What lies in NumPy memory is moved to the device of the rest.
+
         Raises:
-            ValueError: other names, layout, clip or device; nothing is changed.
+            ValueError: other names, layout or clip, or tensors on different devices; nothing is changed.
+            RuntimeError: a reduction is under way.
         """
+        if self._pending is not None:
+            raise RuntimeError("a reduction is under way: call wait() on its handle first")
         others = [other] if isinstance(other, (SliceAccumulator, SliceStats)) else list(other)
-        theirs = [one.state if isinstance(one, SliceStats) else one._state for one in others]
-        states = [state for state in theirs if state is not None]
-        for one in others:
-            if isinstance(one, SliceAccumulator):
-                self._empty(None).check_mergeable(one._empty(None))
-        if not states:
-            return self
-        pooled = self._state.copy() if self._state is not None else self._empty(device_of(states[0].buffer))
-        for state in states:
+        states = [one.state if isinstance(one, SliceStats) else one._state or one._empty(None) for one in others]
+        first, *rest = on_one_device([self._state or self._empty(None), *states])
+        pooled = first.copy()
+        for state in rest:
             pooled.merge_(state)
-        if self._state is None:
-            self._state = pooled
-        else:
+        if self._state is not None and self.device == device_of(pooled.buffer):
             self._state.buffer[...] = pooled.buffer
+        else:
+            self._state = pooled
+        self._reduced |= any(isinstance(one, SliceAccumulator) and one._reduced for one in others)
         return self
 
     merge_state = merge  # the name that torchmetrics and torcheval use
+
+    def __iadd__(self, other: SliceAccumulator | SliceStats) -> SliceAccumulator:  # type: ignore[misc]
+        return self.merge(other)
+
+    def __add__(self, other: object) -> SliceAccumulator:
+        """A new accumulator that holds what both hold."""
+        if not isinstance(other, (SliceAccumulator, SliceStats)):
+            return NotImplemented
+        return SliceAccumulator(self.names, layout=self.layout, clip=self.clip).merge([self, other])
+
+    def __radd__(self, other: object) -> SliceAccumulator:
+        if isinstance(other, SliceStats):
+            return self + other
+        # sum() starts at 0
+        return self + SliceStats(self._empty(None)) if other == 0 else NotImplemented
 
     def all_reduce(self, group: Any = None, async_op: bool = False) -> Any:
         """Replace the state by the pooled one of all ranks: one MAX and one SUM collective of fixed size.
@@ -152,16 +171,13 @@ class SliceAccumulator:
         return self._reduce(dst, group, async_op)
 
     def _reduce(self, dst: int | None, group: Any, async_op: bool) -> Any:
-        from pyrlstats.distributed import Reduction, group_device
+        from pyrlstats.distributed import Reduction
 
         if self._reduced:
             raise RuntimeError("this state is already reduced: call reset() before the next reduction")
-        if self._state is None:
-            self._state = self._empty(group_device(group))
-        state = self._state_for(device_of(self._state.buffer), as_tensor=True)
         if self._reduction is None:
-            self._reduction = Reduction(state)
-        handle = self._reduction.start(state, group, dst, self)
+            self._reduction = Reduction()
+        handle = self._reduction.start(self, group, dst)
         return handle if async_op else handle.wait()
 
     def _update_compiled(self, logp: Any, old_logp: Any, masks: Masks, slice_ids: Any, mask: Any) -> SliceAccumulator:
@@ -180,24 +196,36 @@ class SliceAccumulator:
     def _empty(self, device: Any) -> State:
         return State.empty(self.names, self.layout, self.clip, device)
 
-    def _state_for(self, device: Any, as_tensor: bool = False) -> State:
-        """The state as memory of the inputs' kind, on the inputs' device; allocated at the first call."""
+    def _state_for(self, device: Any) -> State:
+        """The state in the inputs' kind of memory, on their device; allocated, or moved there, at the first call."""
         if self._state is None:
             self._state = self._empty(device)
-        mine = device_of(self._state.buffer)
-        if mine is None and (as_tensor or (device is not None and device.type == "cpu")):
-            import torch
-
-            self._state = replace(self._state, buffer=torch.from_numpy(self._state.buffer))
-            return self._state
+        mine = self.device
         if mine == device:
             return self._state
+        if mine is None:  # NumPy memory has no device yet; as a CPU tensor it stays where it is
+            self._state = SliceStats(self._state).to(device).state
+            return self._state
         if device is None and mine.type == "cpu":
-            return replace(self._state, buffer=self._state.buffer.numpy())
+            return self._state.to_host()  # the same memory
         raise ValueError(
-            f"logp must be on the accumulator's device {mine or 'cpu'}, got {device or 'cpu'}: move it with "
-            f".to({str(mine or 'cpu')!r}), or use one accumulator a device and merge their statistics"
+            f"logp must be on the accumulator's device {mine}, got {device or 'cpu'}: move it with "
+            f".to({str(mine)!r}), or use one accumulator a device and merge their statistics"
         )
+
+    def _state_for_reduction(self, device_type: str) -> State:
+        if self._state is None:
+            import torch
+
+            self._state = self._empty(_state_device(torch.device(device_type)))
+        return self._state
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without groups and buffers, in NumPy memory; it moves to the device of the first inputs."""
+        if self._pending is not None:
+            raise RuntimeError("a reduction is under way: call wait() on its handle first")
+        state = None if self._state is None else self._state.to_host()
+        return {**vars(self), "_state": state, "_reduction": None}
 
     def __repr__(self) -> str:
         """Names, layout, clip and a table of the statistics so far. Copies the state to the host."""

@@ -18,8 +18,8 @@ from dataclasses import astuple
 
 import numpy as np
 
-from pyrlstats.layout import STATE_VERSION, Layout
-from pyrlstats.state import State, words_of
+from pyrlstats.layout import STATE_VERSION
+from pyrlstats.state import State
 
 MAGIC = b"PYRLSTAT"
 _PREFIX = struct.Struct("<8sII")
@@ -40,31 +40,28 @@ def to_bytes(state: State) -> bytes:
     return MAGIC + struct.pack("<I", zlib.crc32(body)) + body
 
 
-def from_bytes(data: bytes) -> State:
+def from_bytes(data: bytes | bytearray | memoryview) -> State:
     """The state that :func:`to_bytes` wrote, in NumPy memory of its own.
 
-    Allocates no more than the data's own size.
+    Allocates a few times the data's own size at most.
 
     Raises:
         ValueError: data that is truncated, corrupted, foreign, of another version or contradicts itself.
     """
-    data = bytes(data)
-    if len(data) < _PREFIX.size or not data.startswith(MAGIC):
+    data = memoryview(data).cast("B")
+    if len(data) < _PREFIX.size or data[: len(MAGIC)] != MAGIC:
         raise ValueError(f"not the bytes of a pyrlstats state: they must start with {MAGIC!r}")
     _, checksum, header_length = _PREFIX.unpack_from(data)
     if zlib.crc32(data[len(MAGIC) + 4 :]) != checksum:
         raise ValueError("the checksum does not match: the data is truncated or damaged")
-    start = _PREFIX.size + header_length
+    header, payload = data[_PREFIX.size :][:header_length], data[_PREFIX.size :][header_length:]
     try:
-        make = json.loads(data[_PREFIX.size : start])
+        make = json.loads(bytes(header))
         if not isinstance(make, dict) or set(make) != _FIELDS:
             raise ValueError(f"its header must hold exactly {sorted(_FIELDS)}")
-        if make["version"] == STATE_VERSION and (len(data) - start) != 8 * words_of(
-            len(make["names"]), Layout(*make["layout"])
-        ):
-            raise ValueError("its length does not fit its header")
-        buffer = np.frombuffer(data[start : start + (len(data) - start) // 8 * 8], "<i8").astype(np.int64)
-        state = State.from_parts(**make, buffer=buffer)
+        if len(payload) % 8:
+            raise ValueError("its payload is no sequence of 8-byte words")
+        state = State.from_parts(**make, buffer=np.frombuffer(payload, "<i8").astype(np.int64))
     except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
         raise ValueError(f"not the bytes of a pyrlstats state: {error}") from error
     state.check_consistent()

@@ -8,7 +8,8 @@ what rebuilds the state to the bit: ``state.<accumulator>`` and the sparse histo
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Iterable
 from dataclasses import astuple
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +33,15 @@ def _pyarrow() -> Any:
     return pyarrow
 
 
+def _state_types() -> dict[str, Any]:
+    """Columns that rebuild a state, and their types."""
+    pa = _pyarrow()
+    types = {"step": pa.int64(), "slice": pa.string()}
+    types |= {f"state.{name}": pa.int64() for name in COUNTS}
+    types |= {f"state.{name}": pa.float64() for name in (*SUMS, *MAXIMA)}
+    return types | {"state.bins": pa.list_(pa.int32()), "state.bin_counts": pa.list_(pa.int64())}
+
+
 def to_arrow(steps: Iterable[tuple[int, SliceStats]]) -> Any:
     """A ``pyarrow.Table`` of (step, statistics) pairs. Copies each state to the host.
 
@@ -50,13 +60,10 @@ def to_arrow(steps: Iterable[tuple[int, SliceStats]]) -> Any:
             rows.setdefault(name, []).extend(values)
     if first is None:
         raise ValueError("steps must hold at least one (step, SliceStats) pair, got none")
-    types = {"step": pa.int64(), "slice": pa.string(), "state.bins": pa.list_(pa.int32())}
-    types["state.bin_counts"] = pa.list_(pa.int64())
-    types |= {f"state.{name}": pa.int64() for name in COUNTS}
-    integers = [name for name, values in rows.items() if isinstance(values[0], int)]
+    types = _state_types()
     fields = [
-        pa.field(name, types.get(name, pa.int64() if name in integers else pa.float64()), nullable=False)
-        for name in rows
+        pa.field(name, types.get(name) or (pa.int64() if isinstance(values[0], int) else pa.float64()), nullable=False)
+        for name, values in rows.items()
     ]
     make = {
         "version": STATE_VERSION,
@@ -99,91 +106,110 @@ def from_arrow(table: Any) -> list[tuple[int, SliceStats]]:
         raise ValueError("not a table of pyrlstats: its schema has no 'pyrlstats' metadata")
     try:
         make = json.loads(metadata)
-        slices = len(make["names"])
-        words = words_of(slices, Layout(*make["layout"]))
-        columns = {name: table.column(name).to_pylist() for name in table.column_names if name.startswith("state.")}
-        steps = table.column("step").to_pylist()
+        names = list(make["names"])
+        state_columns = _state_types()
+        for name, wanted in state_columns.items():
+            if table.schema.field(name).type != wanted:
+                raise ValueError(f"column {name} must be {wanted}, got {table.schema.field(name).type}")
+        columns = {name: table.column(name).to_pylist() for name in state_columns}
+        steps, slices = columns.pop("step"), columns.pop("slice")
         pairs = []
-        for start in range(0, len(steps), slices):
-            state = State.from_parts(**make, buffer=np.zeros(words, np.int64))
-            for index in range(slices):
-                _fill_row(state, index, {name: values[start + index] for name, values in columns.items()})
+        for start in range(0, len(steps), len(names)):
+            rows = range(start, start + len(names))
+            if slices[rows.start : rows.stop] != names or steps[start] != steps[rows[-1]]:
+                raise ValueError(f"the rows of step {steps[start]} must be the slices {names}, in this order")
+            state = State.from_parts(**make, buffer=np.zeros(words_of(len(names), Layout(*make["layout"])), np.int64))
+            for index, row in enumerate(rows):
+                _fill(state, index, {name: values[row] for name, values in columns.items()})
             state.check_consistent()
             pairs.append((steps[start], SliceStats(state)))
-    except (KeyError, TypeError, IndexError) as error:
+    except (KeyError, TypeError, IndexError, OverflowError) as error:
         raise ValueError(f"not a table of pyrlstats: {error}") from error
     return pairs
 
 
-def _fill_row(state: State, index: int, row: dict[str, Any]) -> None:
+def _fill(state: State, index: int, row: dict[str, Any]) -> None:
     state.counts[index] = [row[f"state.{name}"] for name in COUNTS]
     state.sums[index] = [row[f"state.{name}"] for name in SUMS]
     state.maxima[index] = [row[f"state.{name}"] for name in MAXIMA]
-    state.histogram[index, row["state.bins"]] = row["state.bin_counts"]
+    bins = np.array(row["state.bins"], np.int64)
+    if bins.size and not (bins[0] >= 0 and (np.diff(bins) > 0).all() and bins[-1] < state.layout.n_bins):
+        raise ValueError(f"the bins of slice {state.names[index]!r} must ascend from 0 to {state.layout.n_bins - 1}")
+    state.histogram[index, bins] = row["state.bin_counts"]
 
 
 def write_parquet(path: str | Path, steps: Iterable[tuple[int, SliceStats]]) -> None:
-    """Write (step, statistics) pairs to a Parquet file; see :func:`to_arrow`."""
+    """Write (step, statistics) pairs to one Parquet file, whole or not at all; see :func:`to_arrow`."""
     table = to_arrow(steps)
-    _pyarrow().parquet.write_table(table, path)
+    unfinished = Path(f"{path}.unfinished")
+    _pyarrow().parquet.write_table(table, unfinished)
+    os.replace(unfinished, path)
 
 
 def read_parquet(path: str | Path) -> list[tuple[int, SliceStats]]:
-    """The (step, statistics) pairs of a file that :func:`write_parquet` or :class:`ParquetWriter` wrote.
+    """The (step, statistics) pairs that :func:`write_parquet` or :class:`ParquetWriter` wrote, by step.
+
+    A step that was written again, after a run was resumed, counts as it was written last.
 
     Raises:
-        ValueError: no such table in the file.
+        FileNotFoundError: nothing at ``path``.
+        ValueError: something else there, or damaged.
     """
     pa = _pyarrow()
-    try:
-        table = pa.parquet.read_table(path)
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"{path} is not a Parquet file: {error}") from error
-    return from_arrow(table)
+    pairs: dict[int, SliceStats] = {}
+    for file in _parts(path) if Path(path).is_dir() else [Path(path)]:
+        try:
+            table = pa.parquet.ParquetFile(file).read()
+        except (pa.ArrowInvalid, OSError) as error:
+            if isinstance(error, FileNotFoundError):
+                raise
+            raise ValueError(f"{file} is not a Parquet file: {error}") from error
+        pairs.update(from_arrow(table))
+    return sorted(pairs.items())
+
+
+def _parts(folder: str | Path) -> list[Path]:
+    return sorted(Path(folder).glob("part-*.parquet"))
 
 
 class ParquetWriter:
-    """Appends steps to one Parquet file while a run goes on: a row group per ``rows`` steps, closed at the end.
+    """Appends steps to a folder of Parquet files while a run goes on.
+
+    Every ``rows`` steps become a file of their own, written whole or not at all: a crash costs the steps since then,
+    never those before. An existing folder is continued.
 
     Args:
-        path: the file to create.
+        folder: created where it does not exist.
         rows: steps kept in memory between writes.
     """
 
-    def __init__(self, path: str | Path, rows: int = 100) -> None:
-        self._path = path
+    def __init__(self, folder: str | Path, rows: int = 100) -> None:
+        self._folder = Path(folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
         self._rows = rows
         self._pending: list[tuple[int, SliceStats]] = []
-        self._writer: Any = None
+        self._like: State | None = None
 
     def append(self, step: int, stats: SliceStats) -> None:
         """Add one step. Copies its state to the host.
 
         Raises:
-            ValueError: other slices, layout or clip than the steps before; the file is left as it was.
+            ValueError: other slices, layout or clip than the steps before; nothing is changed.
         """
-        host = SliceStats(stats.state.to_host())
-        if self._pending:
-            self._pending[0][1].state.check_mergeable(host.state)
+        host = SliceStats(stats.state.to_host().copy())
+        self._like = self._like or host.state
+        self._like.check_mergeable(host.state)
         self._pending.append((step, host))
         if len(self._pending) >= self._rows:
-            self._flush()
+            self.flush()
 
-    def _flush(self) -> None:
-        if not self._pending:
-            return
-        table = to_arrow(self._pending)
-        if self._writer is None:
-            self._writer = _pyarrow().parquet.ParquetWriter(self._path, table.schema)
-        self._writer.write_table(table)
-        self._pending = []
-
-    def close(self) -> None:
-        """Write what is pending and finish the file."""
-        self._flush()
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+    def flush(self) -> None:
+        """Write what is pending."""
+        if self._pending:
+            parts = _parts(self._folder)
+            number = int(parts[-1].stem.split("-")[1]) + 1 if parts else 0
+            write_parquet(self._folder / f"part-{number:06}.parquet", self._pending)
+            self._pending = []
 
     def __enter__(self) -> ParquetWriter:
         return self
@@ -191,17 +217,4 @@ class ParquetWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
-
-
-def between(pairs: Iterable[tuple[int, SliceStats]], first: int, last: int) -> SliceStats:
-    """The pooled statistics of the saved steps from ``first`` to ``last``, both included.
-
-    Raises:
-        ValueError: no saved step lies there, or the steps differ in slices, layout or clip.
-    """
-    chosen: Iterator[SliceStats] = (stats for step, stats in pairs if first <= step <= last)
-    start = next(chosen, None)
-    if start is None:
-        raise ValueError(f"no saved step lies from {first} to {last}")
-    return start.merge(chosen)
+        self.flush()

@@ -7,125 +7,178 @@ counts, histogram and sums in one float64 buffer (counts are exact to 2^53).
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from pyrlstats.layout import MAXIMA, STATE_VERSION
-from pyrlstats.state import State, scale_exponent
+from pyrlstats.state import State, scale_exponent, scale_far_weights_
 
 if TYPE_CHECKING:
     from pyrlstats.accumulator import SliceAccumulator
 
 
-def group_device(group: Any) -> torch.device:
-    """Where a rank without tokens keeps its empty state: the device its group communicates on."""
-    _require_group()
-    if "nccl" in dist.get_backend(group):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-def _require_group() -> None:
-    if not (dist.is_available() and dist.is_initialized()):
-        raise RuntimeError(
-            "all_reduce needs a process group: call torch.distributed.init_process_group first, "
-            "or merge the statistics of the workers on the driver"
-        )
-
-
 class Reduction:
-    """The buffers of one accumulator's reductions, and the groups it has shaken hands with."""
+    """What one accumulator keeps between its reductions: the groups it has shaken hands with, and its buffers."""
 
-    def __init__(self, state: State) -> None:
-        integers = state.counts.numel() + state.histogram.numel()
-        device = state.buffer.device
-        self._sum = torch.empty(integers + state.sums.numel(), dtype=torch.float64, device=device)
-        self._max = torch.empty(tuple(state.maxima.shape), dtype=torch.float64, device=device)
-        self._agreed: set[Any] = set()
+    def __init__(self) -> None:
+        self._agreed: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # group -> device type of its collectives
+        self._buffers: _Buffers | None = None
 
-    def start(self, state: State, group: Any, dst: int | None, accumulator: SliceAccumulator) -> Handle:
-        """Issue both collectives; the state changes in ``wait`` only, so that a failure leaves it as it was."""
-        _require_group()
-        key = group if group is not None else dist.group.WORLD
-        if key not in self._agreed:
-            _handshake(state, group)
-            self._agreed.add(key)
-        self._max.copy_(state.maxima)
-        dist.all_reduce(self._max, dist.ReduceOp.MAX, group=group)
-        exponent = scale_exponent(self._max[:, MAXIMA.index("max_x")])
-        sums = state.sums.numel()
-        self._sum[:-sums].copy_(state.buffer[: self._sum.numel() - sums])
-        self._sum[-sums:].copy_(state.rescaled_sums(exponent).reshape(-1))
+    def start(self, accumulator: SliceAccumulator, group: Any, dst: int | None) -> Handle:
+        """Issue both collectives. The state changes in ``wait`` only, so that a failure leaves it as it was."""
+        group = _checked_group(group, dst)
+        if group not in self._agreed:
+            self._agreed[group] = _handshake(accumulator, group)
+        device = self._agreed[group]
+        state = accumulator._state_for_reduction(device)
+        if self._buffers is None or self._buffers.state is not state or self._buffers.device != device:
+            self._buffers = _Buffers(state, device)
+        buffers = self._buffers
+        buffers.pack_maxima()
+        dist.all_reduce(buffers.maxima, dist.ReduceOp.MAX, group=group)
+        buffers.pack_sums()
         if dst is None:
-            work = dist.all_reduce(self._sum, dist.ReduceOp.SUM, group=group, async_op=True)
+            work = dist.all_reduce(buffers.total, dist.ReduceOp.SUM, group=group, async_op=True)
         else:
-            work = dist.reduce(self._sum, dst, dist.ReduceOp.SUM, group=group, async_op=True)
-        receives = dst is None or dist.get_rank() == dst
-        return Handle(work, state, self._sum, self._max, receives, accumulator)
+            work = dist.reduce(buffers.total, dst, dist.ReduceOp.SUM, group=group, async_op=True)
+        return Handle(accumulator, work, buffers if dst in (None, dist.get_rank()) else None)
 
 
 class Handle:
-    """A reduction under way."""
+    """A reduction under way; the accumulator takes nothing in until it is finished."""
 
-    def __init__(
-        self,
-        work: Any,
-        state: State,
-        total: torch.Tensor,
-        maxima: torch.Tensor,
-        receives: bool,
-        accumulator: SliceAccumulator,
-    ) -> None:
-        self._work = work
-        self._state = state
-        self._total = total
-        self._maxima = maxima
-        self._receives = receives
+    def __init__(self, accumulator: SliceAccumulator, work: Any, received: _Buffers | None) -> None:
         self._accumulator = accumulator
+        self._work = work
+        self._received = received
         accumulator._reduced = True
+        accumulator._pending = self
 
     def wait(self) -> SliceAccumulator:
-        """Finish: on NCCL the current stream waits, not the host. Returns the accumulator.
+        """Finish: on NCCL the current stream waits, not the host. Returns the accumulator; once more does nothing.
 
         Raises:
             RuntimeError: the collective failed or timed out; the state is that of this rank's own tokens.
         """
-        if self._work is not None:
-            try:
-                self._work.wait()
-            except BaseException:
-                self._accumulator._reduced = False
-                raise
-            self._work = None
-            if self._receives:
-                sums = self._state.sums.numel()
-                self._state.buffer[: self._total.numel() - sums].copy_(self._total[:-sums])
-                self._state.sums.copy_(self._total[-sums:].view_as(self._state.sums))
-                self._state.maxima.copy_(self._maxima)
+        work, self._work = self._work, None
+        if work is None:
+            return self._accumulator
+        self._accumulator._pending = None
+        try:
+            work.wait()
+        except BaseException:
+            self._accumulator._reduced = False
+            raise
+        if self._received is not None:
+            self._received.unpack()
         return self._accumulator
 
 
-_FIELDS = ("version", "names", "layout", "clip")
+class _Buffers:
+    """Packed copies of a state on the device of the collectives, allocated once."""
+
+    def __init__(self, state: State, device: str) -> None:
+        memory = torch.as_tensor(state.buffer)  # shared
+        tensors = replace(state, buffer=memory)
+        self.state, self.device = state, device
+        self._state_sums, self._state_maxima = tensors.sums, tensors.maxima
+        slices, n_sums = tensors.sums.shape
+        n_integers = tensors.counts.numel() + tensors.histogram.numel()
+        self._state_integers = memory[:n_integers]
+        where = memory.device if memory.device.type == device else torch.device(device)
+        self.total = torch.empty(n_integers + slices * n_sums, dtype=torch.float64, device=where)
+        self._integers = self.total[:n_integers]
+        self._sums = self.total[n_integers:].view(slices, n_sums)
+        self._maxima = torch.empty(2, slices, len(MAXIMA), dtype=torch.float64, device=where)  # own and global
+        self.maxima = self._maxima[1]
+        self._max_x = self._maxima[:, :, MAXIMA.index("max_x")]
+
+    def pack_maxima(self) -> None:
+        self._maxima.copy_(self._state_maxima)
+
+    def pack_sums(self) -> None:
+        """After the MAX: everything that adds up, on the global scale."""
+        own, common = scale_exponent(self._max_x)
+        self._integers.copy_(self._state_integers)
+        self._sums.copy_(self._state_sums)
+        scale_far_weights_(self._sums, own - common)
+
+    def unpack(self) -> None:
+        """After the SUM: make the state the global one."""
+        self._state_integers.copy_(self._integers)
+        self._state_sums.copy_(self._sums)
+        self._state_maxima.copy_(self.maxima)
 
 
-def _handshake(state: State, group: Any) -> None:
-    """One small all-reduce that raises the same error on every rank unless all hold states of the same make."""
-    makes = (STATE_VERSION, state.names, state.layout, state.clip)
-    hashes = [_hash(repr(make)) for make in makes]
-    # MAX of h and of -h: equal everywhere exactly if max h = -max(-h)
-    words = torch.tensor([*hashes, *(-value for value in hashes)], dtype=torch.int64, device=state.buffer.device)
+def _checked_group(group: Any, dst: int | None) -> Any:
+    """The process group, this rank and ``dst`` being in it; None is the default one."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            "a reduction needs a process group: call torch.distributed.init_process_group first, "
+            "or merge the statistics of the workers on the driver"
+        )
+    group = dist.group.WORLD if group is None else group
+    if dist.get_rank(group) < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not in this group: reduce over a group that holds it")
+    ranks = dist.get_process_group_ranks(group)
+    if dst is not None and dst not in ranks:
+        raise ValueError(f"dst must be a global rank of the group, one of {ranks}, got {dst}")
+    return group
+
+
+def _handshake(accumulator: SliceAccumulator, group: Any) -> str:
+    """Raise the same error on every rank unless all hold states of the same make; one small all-reduce.
+
+    Returns:
+        The type of device for the collectives: the group's accelerator where a rank has its state there, or where
+        the group knows nothing else; the CPU otherwise. A rank that has seen no tokens follows the others.
+    """
+    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    # gloo moves GPU memory through the host: better once, here
+    accelerators = [kind for kind, backend in backends.items() if kind != "cpu" and backend != "gloo"]
+    accelerator = accelerators[0] if accelerators else "cpu"
+    makes = {
+        "names": str(list(accumulator.names)),
+        "layout": str(accumulator.layout),
+        "clip": str(accumulator.clip),
+        "version": str(STATE_VERSION),
+    }
+    hashes = [_hash(make) for make in makes.values()]
+    on_accelerator = accumulator.device is not None and accumulator.device.type == accelerator
+    # MAX of h and of -h: equal everywhere exactly if max h = -max(-h). The size never changes between versions
+    words = torch.tensor(
+        [*hashes, *(-value for value in hashes), int(on_accelerator)],
+        dtype=torch.int64,
+        device="cpu" if "cpu" in backends else accelerator,
+    )
     dist.all_reduce(words, dist.ReduceOp.MAX, group=group)
     largest = words.tolist()
-    differing = [field for i, field in enumerate(_FIELDS) if largest[i] != -largest[i + len(_FIELDS)]]
+    differing = [field for i, field in enumerate(makes) if largest[i] != -largest[i + len(makes)]]
     if differing:
-        raise ValueError(
-            f"the ranks' accumulators differ in {' and '.join(differing)}: make them with the same names (in the "
-            f"same order), layout, clip and pyrlstats version on every rank; this rank has names {list(state.names)}, "
-            f"{state.layout}, clip {state.clip}, version {STATE_VERSION}"
-        )
+        raise ValueError(_mismatch({field: makes[field] for field in differing}, group))
+    return accelerator if largest[-1] or "cpu" not in backends else "cpu"
 
 
 def _hash(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+
+def _mismatch(mine: dict[str, str], group: Any) -> str:
+    """Who holds what: the same text on every rank."""
+    ranks = dist.get_process_group_ranks(group)
+    every: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(every, mine, group=group)
+    parts = []
+    for field in mine:
+        holders: dict[str, list[int]] = {}
+        for rank, makes in zip(ranks, every, strict=True):
+            holders.setdefault(makes[field], []).append(rank)
+        parts += [f"{field} {make} on rank {', '.join(map(str, held))}" for make, held in holders.items()]
+    return (
+        f"the ranks' accumulators differ: {'; '.join(parts)}. Make them with the same names (in the same order), "
+        "layout, clip and pyrlstats version on every rank"
+    )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from pyrlstats.layout import COUNTS, MAXIMA
+from pyrlstats.accumulator import SliceAccumulator
 from pyrlstats.slice_stats import SliceStats, SliceView
-from pyrlstats.state import Array, State, namespace, scale_exponent
+from pyrlstats.state import Array, State, namespace, on_one_device
 
 
 class Window:
@@ -26,15 +28,18 @@ class Window:
             raise ValueError(f"steps must be at least 1, got {steps}")
         self._ring: deque[SliceStats] = deque(maxlen=steps)
 
-    def push(self, stats: SliceStats) -> Window:
+    def push(self, stats: SliceStats | SliceAccumulator) -> Window:
         """Add one step; the oldest one leaves when the window is full. Does not sync.
 
         Raises:
-            ValueError: other slices, layout, clip or device than the steps before; nothing is changed.
+            ValueError: other slices, layout or clip than the steps before, or tensors on another device; nothing
+                is changed.
         """
+        step = _snapshot(stats)
         if self._ring:
-            self._ring[-1].state.check_mergeable(stats.state)
-        self._ring.append(stats)
+            before, new = on_one_device([self._ring[-1].state, step.state])
+            before.check_mergeable(new)
+        self._ring.append(step)
         return self
 
     def __len__(self) -> int:
@@ -54,26 +59,63 @@ class Window:
         return chosen[0].merge(chosen[1:])
 
 
+def _snapshot(stats: SliceStats | SliceAccumulator) -> SliceStats:
+    return stats if isinstance(stats, SliceStats) else stats.compute()
+
+
+def between(steps: Iterable[tuple[int, SliceStats]], first: int, last: int) -> SliceStats:
+    """The pooled statistics of the (step, statistics) pairs from step ``first`` to ``last``, both included.
+
+    Raises:
+        ValueError: no step lies there, or the steps differ in slices, layout or clip.
+    """
+    chosen = [stats for step, stats in steps if first <= step <= last]
+    if not chosen:
+        raise ValueError(f"no step lies from {first} to {last}")
+    return chosen[0].merge(chosen[1:])
+
+
+# a slice whose finite tokens weigh less than this has been forgotten: below, the sums would underflow one by one
+_FORGOTTEN = 2.0**-100
+_OF_FINITE_TOKENS = ("n_zero", "clip_low", "clip_high", "n_far")
+
+
 @dataclass(frozen=True)
 class _DecayedState(State):
     """A state whose counts are weighted tokens: float64 in the same places."""
 
-    def check_mergeable(self, other: State) -> None:
-        raise ValueError(
-            "decayed statistics never merge with others: their counts are weighted. Push exact statistics instead"
-        )
-
     def _view(self, start: int, columns: int) -> Array:
         words = super()._view(start, columns)
         return words.view(namespace(words).float64)
+
+    def n_finite(self) -> Array:
+        # n_tokens minus the others would leave rounding errors where it should leave nothing
+        return self.histogram.sum(-1) + self.count("n_zero")
+
+
+def _aged(state: State, decay: float) -> State:
+    """A copy of a decayed state in which every token weighs ``decay`` times as much."""
+    xp = namespace(state.buffer)
+    aged = state.copy()
+    for part in (aged.counts, aged.histogram, aged.sums):
+        part *= decay
+    kept = aged.n_finite() >= _FORGOTTEN
+    for part, nothing in ((aged.histogram, 0.0), (aged.sums, 0.0), (aged.maxima, -math.inf)):
+        part[...] = xp.where(kept[:, None], part, nothing)
+    for name in _OF_FINITE_TOKENS:
+        aged.count(name)[...] = xp.where(kept, aged.count(name), 0.0)
+    others = aged.count("n_nan") + aged.count("n_pos_inf") + aged.count("n_neg_inf")
+    aged.count("n_tokens")[...] = aged.n_finite() + others
+    return aged
 
 
 class DecayedStats:
     """Exponentially weighted statistics: a token of t steps ago counts ``decay**t``.
 
     A type of its own, with float64 counts, that never merges with exact states. All scalar statistics and
-    quantiles are available by slice; ``ess`` and ``n_tokens`` are in weighted tokens. The extrema are those of
-    every token ever pushed: a maximum cannot be forgotten gradually.
+    quantiles are available by slice; ``ess`` and ``n_tokens`` are in weighted tokens. The extrema, and with them
+    the scale of the weights, are those of every token ever pushed: a maximum cannot be forgotten gradually. They go
+    when the whole slice is forgotten, its finite tokens weighing less than 2^-100: it is empty again then.
 
     Args:
         decay: weight of the past at each push, 0 < decay < 1; the mean age is decay / (1 - decay) steps.
@@ -88,17 +130,18 @@ class DecayedStats:
         self.decay = float(decay)
         self._stats: SliceStats | None = None
 
-    def push(self, stats: SliceStats) -> DecayedStats:
+    def push(self, stats: SliceStats | SliceAccumulator) -> DecayedStats:
         """Weigh the past down by ``decay`` and add one step of exact statistics. Does not sync.
 
         Raises:
-            ValueError: other slices, layout, clip or device than before, or decayed statistics; nothing is changed.
+            ValueError: other slices, layout or clip than before, tensors on another device, or decayed statistics;
+                nothing is changed.
         """
-        fresh = _weighted(stats.state)
+        fresh = _weighted(_snapshot(stats).state)
         if self._stats is not None:
-            past = self._stats.state
-            State.check_mergeable(past, fresh)
-            fresh = _decayed_sum(past, fresh, self.decay)
+            past, fresh = on_one_device([self._stats.state, fresh])
+            past.check_mergeable(fresh)
+            fresh.merge_(_aged(past, self.decay))
         self._stats = SliceStats(fresh)
         return self
 
@@ -117,26 +160,12 @@ class DecayedStats:
         return {} if self._stats is None else self._stats.to_dict(prefix, **quantiles)
 
 
-def _weighted(state: State) -> _DecayedState:
-    """The same numbers with the counts as float64."""
+def _weighted(state: State) -> State:
+    """The same numbers in memory of their own with the counts as float64."""
     if isinstance(state, _DecayedState):
         raise ValueError("DecayedStats takes exact statistics, got decayed ones")
-    xp = namespace(state.buffer)
     copy = state.copy()
     weighted = _DecayedState(copy.names, copy.layout, copy.clip, copy.buffer)
-    integers = len(state.names) * (len(COUNTS) + state.layout.n_bins)
-    floats = xp.asarray(state.buffer[:integers], dtype=xp.float64)
-    weighted.buffer.view(xp.float64)[:integers] = floats
+    weighted.counts[...] = state.counts
+    weighted.histogram[...] = state.histogram
     return weighted
-
-
-def _decayed_sum(past: State, fresh: State, decay: float) -> _DecayedState:
-    """decay * past + fresh, both rescaled to the common maximum."""
-    xp = namespace(past.buffer)
-    maxima = xp.maximum(past.maxima, fresh.maxima)
-    exponent = scale_exponent(maxima[:, MAXIMA.index("max_x")])
-    total = _DecayedState(past.names, past.layout, past.clip, past.copy().buffer)
-    total.buffer.view(xp.float64)[...] = decay * past.buffer.view(xp.float64) + fresh.buffer.view(xp.float64)
-    total.sums[...] = decay * past.rescaled_sums(exponent) + fresh.rescaled_sums(exponent)
-    total.maxima[...] = maxima
-    return total

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torchmetrics
 
-from pyrlstats import _dispatch
-from pyrlstats._inputs import Masks, gate
-from pyrlstats.layout import Layout, check_clip, check_names
+from pyrlstats._inputs import Masks
+from pyrlstats.accumulator import SliceAccumulator
+from pyrlstats.layout import Layout
 from pyrlstats.slice_stats import SliceStats
 from pyrlstats.state import State
 
@@ -18,15 +19,13 @@ from pyrlstats.state import State
 class SliceMetric(torchmetrics.Metric):
     """Statistics per slice with torchmetrics' life cycle: ``update``, ``compute``, ``reset``, sync at ``compute``.
 
-    The arguments are those of :class:`pyrlstats.SliceAccumulator`; ``compute()`` gives a
-    :class:`pyrlstats.SliceStats`. torchmetrics gathers the states of all ranks (its only collective for states
-    that are no plain sum) and they are merged exactly. ``SliceAccumulator.all_reduce`` moves less.
+    The arguments are those of :class:`pyrlstats.SliceAccumulator`. ``compute()`` gives the numbers of
+    :meth:`pyrlstats.SliceStats.to_dict`, over all ranks: torchmetrics gathers their states, which are then merged
+    exactly. ``SliceAccumulator.all_reduce`` moves less.
     """
 
     full_state_update = False
     is_differentiable = False
-
-    buffer: torch.Tensor
 
     def __init__(
         self,
@@ -37,28 +36,38 @@ class SliceMetric(torchmetrics.Metric):
         **torchmetrics_options: Any,
     ) -> None:
         super().__init__(**torchmetrics_options)
-        self.names = check_names(names)
-        self.layout = layout or Layout()
-        self.clip = check_clip(clip)
+        make = SliceAccumulator(names, layout=layout or Layout(), clip=clip)
+        self.names, self.layout, self.clip = make.names, make.layout, make.clip
+        # a MetricCollection shares states that look alike under one name: only the same make may
+        self._key = f"state_{zlib.crc32(repr((self.names, self.layout, self.clip)).encode()):08x}"
         empty = State.empty(self.names, self.layout, self.clip, "cpu")
-        self.add_state("buffer", default=empty.buffer, dist_reduce_fx=self._merge)
+        self.add_state(self._key, default=empty.buffer, dist_reduce_fx=self._pool)
 
     def _state(self, buffer: torch.Tensor) -> State:
         return State(self.names, self.layout, self.clip, buffer)
 
-    def _merge(self, buffers: torch.Tensor) -> torch.Tensor:
+    def _pool(self, buffers: torch.Tensor) -> torch.Tensor:
         """Pool the stacked buffers (ranks, words)."""
-        pooled = self._state(buffers[0].clone())
-        for buffer in buffers[1:]:
-            pooled.merge_(self._state(buffer))
-        merged: torch.Tensor = pooled.buffer
-        return merged
+        first, *others = (SliceStats(self._state(buffer)) for buffer in buffers)
+        pooled: torch.Tensor = first.merge(others).state.buffer
+        return pooled
+
+    @property
+    def stats(self) -> SliceStats:
+        """The statistics as an object, a copy: this rank's, or those of all ranks inside ``sync_context()``."""
+        return SliceStats(self._state(getattr(self, self._key).clone()))
 
     def update(self, logp: Any, old_logp: Any, masks: Masks = None, *, slice_ids: Any = None, mask: Any = None) -> None:
         """Count one batch; see :meth:`pyrlstats.SliceAccumulator.update`."""
-        batch = gate(logp, old_logp, masks, slice_ids, mask, self.names)
-        _dispatch.accumulate(batch, self._state(self.buffer))
+        accumulator = SliceAccumulator(self.names, layout=self.layout, clip=self.clip)
+        accumulator._state = self._state(getattr(self, self._key))
+        accumulator.update(logp, old_logp, masks, slice_ids=slice_ids, mask=mask)
 
-    def compute(self) -> SliceStats:
-        """The statistics of everything counted so far, on all ranks. A copy."""
-        return SliceStats(self._state(self.buffer.clone()))
+    def merge_state(self, incoming_state: dict[str, Any] | torchmetrics.Metric) -> None:
+        """Count what another metric, or its ``metric_state``, has counted too."""
+        super().merge_state(incoming_state)
+        self._computed = None  # torchmetrics keeps the result from before
+
+    def compute(self) -> dict[str, float]:
+        """Every statistic of everything counted so far, on all ranks, as :meth:`SliceStats.to_dict` gives them."""
+        return self.stats.to_dict()
