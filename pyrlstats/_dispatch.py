@@ -27,7 +27,7 @@ def unavailable(name: str) -> str | None:
     try:
         module = _module(name)
     except ImportError as error:
-        return f"it cannot be imported ({error}): install what is missing"
+        return f"it cannot be imported ({error}): pip install {error.name or name}"
     reason: str | None = getattr(module, "unavailable_reason", lambda: None)()
     return reason
 
