@@ -17,8 +17,16 @@ from pyrlstats.state import State
 BACKENDS: dict[str, tuple[str, tuple[str | None, ...]]] = {
     "cpp": ("pyrlstats.backends.cpp", (None, "cpu")),
     "triton": ("pyrlstats.backends.triton_gpu", ("cuda",)),
-    "torch": ("pyrlstats.backends.torch_ops", (None, "*")),
+    "numba": ("pyrlstats.backends.numba_cpu", (None, "cpu")),
+    "torch": ("pyrlstats.backends.torch_ops", ("*",)),
     "reference": ("pyrlstats.backends.reference", (None, "cpu")),
+}
+
+# best first, by device type; the last one is always there
+_PREFERENCE: dict[str | None, tuple[str, ...]] = {
+    None: ("cpp", "numba", "reference"),
+    "cpu": ("cpp", "numba", "torch"),
+    "cuda": ("triton", "torch"),
 }
 
 
@@ -53,22 +61,13 @@ def choose(device: Any) -> tuple[str, ModuleType]:
 def _chosen(kind: str | None, forced: str | None) -> tuple[str, ModuleType]:
     if forced is not None:
         return forced, _forced(forced, kind)
-    name, fallback = _preference(kind)
-    reason = unavailable(name)
-    if reason is not None:
-        warnings.warn(f"pyrlstats runs its slow {fallback!r} backend: {reason}", RuntimeWarning, stacklevel=5)
-        name = fallback
+    best, *others = _PREFERENCE.get(kind, ("torch",))
+    reason = unavailable(best)
+    if reason is None:
+        return best, _module(best)
+    name = next(name for name in others if unavailable(name) is None)
+    warnings.warn(f"pyrlstats runs its slow {name!r} backend: {reason}", RuntimeWarning, stacklevel=5)
     return name, _module(name)
-
-
-def _preference(kind: str | None) -> tuple[str, str]:
-    if kind is None:
-        return "cpp", "reference"
-    if kind == "cpu":
-        return "cpp", "torch"
-    if kind == "cuda":
-        return "triton", "torch"
-    return "torch", "torch"
 
 
 def _forced(name: str, kind: str | None) -> ModuleType:

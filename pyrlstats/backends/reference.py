@@ -13,7 +13,7 @@ from pyrlstats.layout import COUNTS, MAXIMA, SUMS
 from pyrlstats.state import Array, State
 
 
-def _to_numpy(array: Array) -> NDArray[Any]:
+def to_numpy(array: Array) -> NDArray[Any]:
     if isinstance(array, np.ndarray):
         return array
     # NumPy has no bfloat16; float32 holds every one of them
@@ -24,18 +24,18 @@ def _to_numpy(array: Array) -> NDArray[Any]:
 
 def accumulate(batch: Batch, state: State) -> None:
     """Add the tokens of ``batch`` to ``state``, in place."""
-    x = reference.log_ratio(_to_numpy(batch.logp), _to_numpy(batch.old_logp)).reshape(-1)
+    x = reference.log_ratio(to_numpy(batch.logp), to_numpy(batch.old_logp)).reshape(-1)
     base = np.ones(x.shape, bool)
     if batch.base_mask is not None:
-        base = _to_numpy(batch.base_mask).reshape(-1) != 0
+        base = to_numpy(batch.base_mask).reshape(-1) != 0
     slices = len(state.names)
     out_of_range = 0
     if batch.slice_ids is not None:
-        ids = _to_numpy(batch.slice_ids).reshape(-1)
+        ids = to_numpy(batch.slice_ids).reshape(-1)
         members = [base & (ids == index) for index in range(slices)]
         out_of_range = int(np.count_nonzero(base & (ids >= slices)))
     elif batch.masks is not None:
-        members = [base & (_to_numpy(mask).reshape(-1) != 0) for mask in batch.masks]
+        members = [base & (to_numpy(mask).reshape(-1) != 0) for mask in batch.masks]
     else:
         members = [base]
 
