@@ -23,7 +23,7 @@ EXACT_SHARES = ("zero_fraction", "clip_fraction_low", "clip_fraction_high", "cli
 NORMAL = np.array([NormalDist().inv_cdf((index + 0.5) / 20_000) for index in range(20_000)])
 
 
-def stats_of(x: Any, **options: Any) -> pyrlstats.slice_stats.SliceView:
+def stats_of(x: Any, **options: Any) -> Any:
     """The only slice of the tokens whose log-ratios are x, a NumPy array or list."""
     x = np.asarray(x, np.float32)
     return pyrlstats.slice_stats(x, np.zeros_like(x), **options)["all"]
