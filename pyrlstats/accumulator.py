@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +80,7 @@ class SliceAccumulator:
             )
         if slice_ids is not None and masks is not None:
             raise ValueError("masks and slice_ids exclude each other: give one of them")
-        if self.device is not None and _is_compiling():
+        if _is_compiling():
             return self._update_compiled(logp, old_logp, masks, slice_ids, mask)
         batch = gate(logp, old_logp, masks, slice_ids, mask, self.names)
         _dispatch.accumulate(batch, self._state_for(device_of(batch.logp)))
@@ -183,7 +184,8 @@ class SliceAccumulator:
     def _update_compiled(self, logp: Any, old_logp: Any, masks: Masks, slice_ids: Any, mask: Any) -> SliceAccumulator:
         from pyrlstats import _ops
 
-        assert self._state is not None
+        if self._state is None or self.device is None:
+            raise RuntimeError("torch.compile needs to know where the state lies: SliceAccumulator(names, device=...)")
         if isinstance(masks, Mapping):
             if set(masks) != set(self.names):
                 raise ValueError(f"masks must hold exactly the slices {list(self.names)}, got {list(masks)}")
@@ -245,6 +247,5 @@ def _state_device(device: Any) -> Any:
 
 
 def _is_compiling() -> bool:
-    import torch
-
-    return torch.compiler.is_compiling()
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.compiler.is_compiling())
