@@ -14,20 +14,24 @@ from pyrlstats.kernels import histogram, tile
 
 @triton.constexpr_function
 def _outputs(V):
-    return ",".join(["=r"] * V + ["r"] * (2 * V))
+    return ",".join(["=r"] * V + ["r"] * (3 * V))
 
 
 @triton.constexpr_function
-def _update_asm(G, P, V):
-    """x are operands V .. 2V-1 (finite, 0 for non-members), members 2V .. 3V-1."""
+def _update_asm(G, V):
+    """x are operands V .. 2V-1 (finite, 0 for non-members), members 2V .. 3V-1, then the address of the keys."""
     x = [f"${V + j}" for j in range(V)]
     m = [f"${2 * V + j}" for j in range(V)]
-    keys = f"pyrlstats_shared+{4 * G * histogram.row_words(P)}"
+    keys = f"${3 * V}"
+    pad = histogram.padded(G)
     out = [
         ".reg .pred p, q, r, one; .reg .b32 t, a, any, hi, lo, lane;",
-        f".reg .b32 hi<4>, lo<4>, k<{V}>;",
-        f"ld.shared.v4.b32 {{hi0, hi1, hi2, hi3}}, [{keys}];",
-        f"ld.shared.v4.b32 {{lo0, lo1, lo2, lo3}}, [{keys}+16];",
+        f".reg .b32 hi<{pad}>, lo<{pad}>, k<{V}>;",
+        *(
+            f"ld.shared.v4.b32 {{{side}{q}, {side}{q + 1}, {side}{q + 2}, {side}{q + 3}}}, [{keys}+{offset + 4 * q}];"
+            for side, offset in (("hi", 0), ("lo", 4 * pad))
+            for q in range(0, pad, 4)
+        ),
         f"and.b32 a, {x[0]}, 0x7fffffff;",
         f"mov.b32 any, {m[0]};",
     ]
@@ -73,7 +77,7 @@ def _update_asm(G, P, V):
             "redux.sync.max.s32 hi, hi, 0xffffffff;",
             "redux.sync.max.s32 lo, lo, 0xffffffff;",
             f"@one red.shared.max.s32 [{keys}+{4 * s}], hi;",
-            f"@one red.shared.max.s32 [{keys}+{16 + 4 * s}], lo;",
+            f"@one red.shared.max.s32 [{keys}+{4 * (pad + s)}], lo;",
         ]
     out += ["DONE:"]
     out += [f"mov.u32 ${j}, 0;" for j in range(V)]
@@ -83,24 +87,25 @@ def _update_asm(G, P, V):
 @triton.jit
 def start(ROWS: tl.constexpr, G: tl.constexpr, WAY: tl.constexpr):
     """Running extrema: per slice a maximum of x and one of -x, or nothing where shared memory holds them."""
-    if WAY == histogram.SHARED:
+    if histogram.in_shared(WAY):
         return (0,)
     else:
         none = tl.full((ROWS,), float("-inf"), tl.float32)
         extrema = (none, none)
-        for s in tl.static_range(1, G):
+        for _ in tl.static_range(1, G):
             extrema = extrema + (none, none)
         return extrema
 
 
 @triton.jit
-def update(extrema, x, members, G: tl.constexpr, P: tl.constexpr, V: tl.constexpr, WAY: tl.constexpr):
+def update(extrema, counters, x, members,
+           G: tl.constexpr, P: tl.constexpr, V: tl.constexpr, WAY: tl.constexpr):  # fmt: skip
     """x [ROWS, V]: finite, 0 for non-members."""
-    if WAY == histogram.SHARED:
+    if histogram.in_shared(WAY):
         tl.inline_asm_elementwise(
-            _update_asm(G, P, V),
+            _update_asm(G, V),
             _outputs(V),
-            [x.to(tl.int32, bitcast=True), members],
+            [x.to(tl.int32, bitcast=True), members, counters[0] + histogram.keys_offset(G, P, WAY)],
             dtype=tl.int32,
             is_pure=False,
             pack=V,
@@ -135,10 +140,10 @@ def _from_key(key):
 @triton.jit
 def result(extrema, counters, s: tl.constexpr, G: tl.constexpr, P: tl.constexpr, WAY: tl.constexpr):
     """(max x, -min x) of slice s in this program, float64 scalars; after a barrier."""
-    if WAY == histogram.SHARED:
-        address = counters[0] + 4 * (G * histogram.row_words(P) + s)
+    if histogram.in_shared(WAY):
+        address = counters[0] + histogram.keys_offset(G, P, WAY) + 4 * s
         top = _from_key(histogram.load_shared(address))
-        bottom = _from_key(histogram.load_shared(address + 16))
+        bottom = _from_key(histogram.load_shared(address + 4 * histogram.padded(G)))
         return top.to(tl.float64), bottom.to(tl.float64)
     else:
         top = tl.max(extrema[2 * s], axis=0) + 0.0

@@ -1,8 +1,8 @@
 """Sums over far tokens, |x| >= NEAR_LIMIT: rare in real data, so one tile at a time into the program's scratch row.
 
-A scratch row is 16 float64 per program and slice: layout.SUMS in order, then the columns named below. Tiles with
-every |x| <= PLAIN_LIMIT need no scale (neither w^2 nor its inverse leaves float64) and go to the far_w columns; the
-others go to columns of their own with their own power of two.
+A scratch row is 32 float64 per program and slice. Columns 0-15 are what merge.py reads: layout.SUMS in order, then the
+extrema and the scaled columns. Columns 16-23 add up tiles. Tiles with every |x| <= PLAIN_LIMIT need no scale (neither
+w^2 nor its inverse leaves float64); the others go to the scaled columns with a power of two of their own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from pyrlstats import layout
 LOG2E = tl.constexpr(layout.LOG2E)
 PLAIN_LIMIT = tl.constexpr(320.0)
 
-ROW = tl.constexpr(16)
+ROW = tl.constexpr(32)
+RESULT = tl.constexpr(16)  # columns that merge.py reads
+ABS_X = tl.constexpr(layout.SUMS.index("abs_x"))
 FAR_X = tl.constexpr(layout.SUMS.index("far_x"))
 FAR_X2 = tl.constexpr(layout.SUMS.index("far_x2"))
 FAR_K3 = tl.constexpr(layout.SUMS.index("far_k3"))
@@ -27,6 +29,10 @@ NEG_MIN_X = tl.constexpr(11)
 SCALE = tl.constexpr(12)  # k of the two columns that follow
 SCALED_W = tl.constexpr(13)
 SCALED_W2 = tl.constexpr(14)
+
+# Sums over tiles, in the order that joining gives them.
+TILES = tl.constexpr(16)
+X, SIZE, X2, PLAIN_W3, W, N, W2 = (tl.constexpr(column) for column in range(7))
 
 
 @triton.jit
@@ -62,22 +68,25 @@ def _scaled_weight(x, exponent):
 
 @triton.jit
 def _sums(x, weight, member):
-    """Of one tile and slice: sums of x, x^2, w, w^2, and the number of tokens."""
+    """[2, 2, 2] of one tile and slice: see TILES."""
     f = tl.where(member, 1.0, 0.0).to(tl.float64)
     fx = f * x
     fw = f * weight
-    # one reduction for the first four: [ROWS, 2, 2], last axis x | w
     plain = tl.join(tl.sum(fx, axis=1), tl.sum(fw, axis=1))
-    squares = tl.join(tl.sum(fx * x, axis=1), tl.sum(fw * weight, axis=1))
-    sums = tl.sum(tl.join(plain, squares), axis=0)
-    first = tl.arange(0, 2)[:, None] == 0
-    is_plain = tl.arange(0, 2)[None, :] == 0
-    one = tl.sum(tl.sum(tl.where(first & is_plain, sums, 0.0), axis=1), axis=0)
-    two = tl.sum(tl.sum(tl.where(first & (is_plain == 0), sums, 0.0), axis=1), axis=0)
-    w = tl.sum(tl.sum(tl.where((first == 0) & is_plain, sums, 0.0), axis=1), axis=0)
-    w2 = tl.sum(tl.sum(tl.where((first == 0) & (is_plain == 0), sums, 0.0), axis=1), axis=0)
-    n = tl.sum(tl.sum(member.to(tl.int32), axis=1), axis=0).to(tl.float64)
-    return one, two, w, w2, n
+    square = tl.join(tl.sum(fx * x, axis=1), tl.sum(fw * weight, axis=1))
+    count = tl.join(tl.sum(tl.abs(fx), axis=1), tl.sum(f, axis=1))
+    return tl.sum(tl.join(tl.join(plain, square), tl.join(count, tl.zeros_like(count))), axis=0)
+
+
+@triton.jit
+def _columns():
+    lane = tl.arange(0, 2)
+    return 4 * lane[:, None, None] + 2 * lane[None, :, None] + lane[None, None, :]
+
+
+@triton.jit
+def _pick(sums, column, WHICH: tl.constexpr):
+    return tl.sum(tl.sum(tl.sum(tl.where(column == WHICH, sums, 0.0), axis=2), axis=1), axis=0)
 
 
 @triton.jit
@@ -85,35 +94,27 @@ def add_tile(row_ptr, x, members, far, G: tl.constexpr):
     """Add the far tokens of a tile (x [ROWS, V] finite) to the scratch rows of the G slices."""
     wide = tl.where(far, x, 0.0).to(tl.float64)
     largest = tl.max(tl.max(tl.abs(x), axis=1), axis=0)
-    column = tl.arange(0, ROW)
+    column = _columns()
     if largest <= PLAIN_LIMIT:
         weight = _scaled_weight(wide, 0.0)
-        for s in range(G):  # a loop at run time: this is rare, and its code would be G times as long
+        for s in range(G):  # a loop at run time: unrolled, its code would be G times as long
             member = far & (((members >> s) & 1) != 0)
-            one, two, w, w2, n = _sums(wide, weight, member)
-            _add_row(row_ptr + s * ROW, column, one, two, w - n - one, w, w2)
+            tiles_ptr = row_ptr + s * ROW + TILES + column
+            tl.store(tiles_ptr, tl.load(tiles_ptr) + _sums(wide, weight, member))
     else:
         for s in range(G):
             member = far & (((members >> s) & 1) != 0)
             max_x = tl.max(tl.max(tl.where(member, x, float("-inf")), axis=1), axis=0).to(tl.float64)
             if max_x > float("-inf"):
                 exponent = scale_exponent(max_x)
-                weight = _scaled_weight(wide, exponent)
-                one, two, w, w2, n = _sums(wide, tl.where(member, weight, 0.0), member)
-                k3 = w * power_of_two(exponent) - n - one
-                _add_row(row_ptr + s * ROW, column, one, two, k3, 0.0, 0.0)
+                sums = _sums(wide, tl.where(member, _scaled_weight(wide, exponent), 0.0), member)
+                w = _pick(sums, column, W)
+                w2 = _pick(sums, column, W2)
                 _add_scaled(row_ptr + s * ROW, exponent, w, w2)
-
-
-@triton.jit
-def _add_row(row_ptr, column, one, two, k3, w, w2):
-    value = tl.where(column == FAR_X, one, 0.0)
-    value = tl.where(column == FAR_X2, two, value)
-    value = tl.where(column == FAR_K3, k3, value)
-    value = tl.where(column == FAR_W, w, value)
-    value = tl.where(column == FAR_W2, w2, value)
-    inside = (column >= FAR_X) & (column <= FAR_W2)
-    tl.store(row_ptr + column, tl.load(row_ptr + column, mask=inside) + value, mask=inside)
+                sums = tl.where((column == W) | (column == W2), 0.0, sums)
+                sums = tl.where(column == PLAIN_W3, w * power_of_two(exponent), sums)
+                tiles_ptr = row_ptr + s * ROW + TILES + column
+                tl.store(tiles_ptr, tl.load(tiles_ptr) + sums)
 
 
 @triton.jit
@@ -139,3 +140,17 @@ def start(row_ptr, G: tl.constexpr):
     for s in tl.static_range(G):
         tl.store(row_ptr + s * ROW + column, tl.zeros((ROW,), tl.float64))
     tl.debug_barrier()
+
+
+@triton.jit
+def finish(row_ptr):
+    """The far columns of a row from its tiles; after a barrier. Returns sum |x|, which goes to that of the near."""
+    tiles_ptr = row_ptr + TILES
+    x = tl.load(tiles_ptr + X)
+    w = tl.load(tiles_ptr + W)
+    tl.store(row_ptr + FAR_X, x)
+    tl.store(row_ptr + FAR_X2, tl.load(tiles_ptr + X2))
+    tl.store(row_ptr + FAR_K3, w + tl.load(tiles_ptr + PLAIN_W3) - tl.load(tiles_ptr + N) - x)
+    tl.store(row_ptr + FAR_W, w)
+    tl.store(row_ptr + FAR_W2, tl.load(tiles_ptr + W2))
+    return tl.load(tiles_ptr + SIZE)

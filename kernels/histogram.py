@@ -1,7 +1,12 @@
-"""Counting tokens by slot, behind one function with three ways.
+"""Counting tokens by slot, behind one function with five ways; launch.histogram_way() chooses.
 
-SHARED    shared-memory atomics by inline PTX (CUDA only). ``red.shared.add 1`` becomes ``ATOMS.POPC.INC``, which
-          adds the lanes of one address in one go, so hot bins cost nothing.
+On CUDA the counters are rows in shared memory, and ``red.shared.add 1`` becomes ``ATOMS.POPC.INC``, which adds the
+lanes of one address in one go: hot bins cost nothing. A predicated one would become a branch (5 instructions),
+so tokens in no row go to a junk word instead.
+
+SLICES    one row a slice, one atomic a token and slice: small inputs, which would not pay for many rows.
+PATTERNS  one row for every set of slices (2^G - 1), one atomic a token; summed to slices at the end.
+SINGLE    one row a slice, one atomic a token: disjoint slices, or one slice.
 REGISTERS ``tl.histogram`` of every tile, added up in registers (portable: ROCm, interpreter).
 GLOBAL    atomics on the state itself, for layouts whose rows fit nowhere else.
 
@@ -12,43 +17,87 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
 from pyrlstats.kernels import tile
 
-SHARED = tl.constexpr(0)
-REGISTERS = tl.constexpr(1)
-GLOBAL = tl.constexpr(2)
+SLICES = tl.constexpr(0)
+PATTERNS = tl.constexpr(1)
+SINGLE = tl.constexpr(2)
+REGISTERS = tl.constexpr(3)
+GLOBAL = tl.constexpr(4)
 
-EXTRA = tl.constexpr(12)  # slots of a SHARED row beyond the bins: the counts, padded to 16 bytes
+EXTRA = 12  # slots of a row beyond the bins: the counts, padded to 16 bytes
+HEADER = 32  # bytes before the first row; the first word takes the tokens that are in no row
+STATIC_BYTES = 46 << 10  # CUDA gives 48 KiB without asking, and Triton's reductions need some of it
+DYNAMIC_WORDS = 1 << 15  # 128 KiB, for rows that need more
+DYNAMIC_SPARE = 4 << 10  # bytes of it left to Triton's reductions
 MIN_KEY = tl.constexpr(-(1 << 31))  # key of an extremum that no token has set
 
 
 @triton.constexpr_function
-def row_words(P):
-    return 2 * P + 12
+def in_shared(WAY):
+    return WAY in (0, 1, 2)
 
 
 @triton.constexpr_function
-def shared_words(G, P):
-    """Rows of G slices, then the keys of G maxima and G minima, each padded to 4."""
-    return G * row_words(P) + 8
+def row_bytes(P):
+    return 4 * (2 * P + 12)
 
 
 @triton.constexpr_function
-def _declare_asm(G, P):
+def n_rows(G, WAY):
+    return (1 << G) - 1 if WAY == 1 else G
+
+
+@triton.constexpr_function
+def padded(G):
+    return max(4, 1 << (G - 1).bit_length())
+
+
+@triton.constexpr_function
+def keys_offset(G, P, WAY):
+    """Bytes before the keys of the maxima; those of the minima follow, each padded."""
+    return 32 + n_rows(G, WAY) * row_bytes(P)
+
+
+@triton.constexpr_function
+def shared_bytes(G, P, WAY):
+    return keys_offset(G, P, WAY) + 8 * padded(G)
+
+
+@triton.constexpr_function
+def is_dynamic(G, P, WAY):
+    return shared_bytes(G, P, WAY) > (46 << 10)
+
+
+@triton.constexpr_function
+def _static_asm(G, P, WAY):
+    size = shared_bytes(G, P, WAY)
+    return f".shared .align 16 .b8 pyrlstats_shared[{size}];\nmov.u32 $0, pyrlstats_shared;"
+
+
+@triton.constexpr_function
+def _dynamic_asm(G, P, WAY):
+    """The end of the dynamic shared memory; its start is Triton's."""
+    size = -(-shared_bytes(G, P, WAY) // 16) * 16
     return (
-        f".shared .align 16 .b8 pyrlstats_shared[{4 * shared_words(G, P)}];\n"
-        "mov.u32 $0, pyrlstats_shared;"
+        "{ .reg .b32 t; mov.u32 $0, global_smem; mov.u32 t, %dynamic_smem_size; "
+        f"add.u32 $0, $0, t; sub.u32 $0, $0, {size}; }}"
     )
 
 
 @triton.constexpr_function
-def _add_asm(G, P):
+def _add_slices_asm(G, P):
+    """$1 address in the first row, $2 members, $3 the junk word."""
     lines = [".reg .pred p; .reg .b32 t;"]
     for s in range(G):
+        shift = s * row_bytes(P)
         lines += [
             f"and.b32 t, $2, {1 << s};",
             "setp.ne.s32 p, t, 0;",
-            f"@p red.shared.add.u32 [$1+{4 * s * row_words(P)}], 1;",
+            f"sub.u32 t, $3, {shift};",
+            "selp.b32 t, $1, t, p;",
+            f"red.shared.add.u32 [t+{shift}], 1;",
         ]
     return "{ " + " ".join(lines) + " mov.u32 $0, 0; }"
 
@@ -68,26 +117,40 @@ def load_shared(address):
 
 
 @triton.jit
-def start(G: tl.constexpr, P: tl.constexpr, WAY: tl.constexpr, SLOTS: tl.constexpr):
-    """Empty counters: a tuple to be handed to :func:`add`."""
-    if WAY == SHARED:
-        base = tl.inline_asm_elementwise(
-            _declare_asm(G, P), "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1
-        )
+def _claim_shared(never, scratch_ptr, N: tl.constexpr):
+    """Makes Triton ask for N words of dynamic shared memory: a gather that never runs."""
+    if never < 0:
+        lane = tl.arange(0, N)
+        words = scratch_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+        tl.store(words + lane, tl.gather(lane + never.to(tl.int32), (lane * 7) & (N - 1), 0))
+
+
+@triton.jit
+def start(never, scratch_ptr, G: tl.constexpr, P: tl.constexpr, WAY: tl.constexpr, SLOTS: tl.constexpr):
+    """Empty counters: a tuple to be handed to :func:`add`. ``never`` is a number that is not negative."""
+    if in_shared(WAY):
+        if is_dynamic(G, P, WAY):
+            _claim_shared(never, scratch_ptr, 32768)
+            base = tl.inline_asm_elementwise(
+                _dynamic_asm(G, P, WAY), "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1
+            )
+        else:
+            base = tl.inline_asm_elementwise(
+                _static_asm(G, P, WAY), "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1
+            )
         lanes = tl.arange(0, 2 * P)
-        for s in tl.static_range(G):
-            _store_shared(base + 4 * (s * row_words(P) + lanes), tl.zeros_like(lanes))
-        extra = tl.arange(0, 16)  # the last row's four lanes too many reach into the keys, written next
-        for s in tl.static_range(G):
-            _store_shared(base + 4 * (s * row_words(P) + 2 * P + extra), tl.zeros_like(extra))
+        extra = tl.arange(0, 16)  # four lanes too many, which reach into the next row or the keys
+        for row in tl.static_range(n_rows(G, WAY)):
+            _store_shared(base + 32 + row * row_bytes(P) + 4 * lanes, tl.zeros_like(lanes))
+            _store_shared(base + 32 + row * row_bytes(P) + 4 * (2 * P + extra), tl.zeros_like(extra))
         tl.debug_barrier()
-        keys = tl.arange(0, 8)
-        _store_shared(base + 4 * (G * row_words(P) + keys), tl.full((8,), MIN_KEY, tl.int32))
+        keys = tl.arange(0, 2 * padded(G))
+        _store_shared(base + keys_offset(G, P, WAY) + 4 * keys, tl.full((2 * padded(G),), MIN_KEY, tl.int32))
         tl.debug_barrier()
         return (base,)
     elif WAY == REGISTERS:
         counters = (tl.zeros((SLOTS,), tl.int32),)
-        for s in tl.static_range(1, G):
+        for _ in tl.static_range(1, G):
             counters = counters + (tl.zeros((SLOTS,), tl.int32),)
         return counters
     else:
@@ -95,34 +158,53 @@ def start(G: tl.constexpr, P: tl.constexpr, WAY: tl.constexpr, SLOTS: tl.constex
 
 
 @triton.jit
-def add(counters, slot, members, histogram_ptr, counts_ptr,
+def add(counters, slot, members, row, histogram_ptr, counts_ptr,
         G: tl.constexpr, P: tl.constexpr, WAY: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
-    """Count the tokens at ``slot`` in every slice s whose bit of ``members`` is set."""
-    if WAY == SHARED:
-        address = counters[0] + slot * 4
+    """Count tokens at ``slot`` in every slice s whose bit of ``members`` is set.
+
+    row is the members (PATTERNS), the slice + 1 (SINGLE), or whatever (other ways), and 0 for no members: those
+    must be at the slot of zeros, which is where the junk word lies.
+    """
+    if WAY == SLICES:
         tl.inline_asm_elementwise(
-            _add_asm(G, P), "=r,r,r", [address, members], dtype=tl.int32, is_pure=False, pack=1
+            _add_slices_asm(G, P),
+            "=r,r,r,r",
+            [counters[0] + 32 + slot * 4, members, counters[0]],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+        return counters
+    elif in_shared(WAY):
+        tl.inline_asm_elementwise(
+            "red.shared.add.u32 [$1], 1; mov.u32 $0, 0;",
+            "=r,r",
+            [counters[0] + (32 - row_bytes(P)) + row * row_bytes(P) + slot * 4],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
         )
         return counters
     elif WAY == REGISTERS:
         flat_slot = tl.reshape(slot, (slot.numel,))
         flat_members = tl.reshape(members, (slot.numel,))
-        counters_ = (counters[0] + tl.histogram(flat_slot, SLOTS, mask=(flat_members & 1) != 0),)
+        counted = (counters[0] + tl.histogram(flat_slot, SLOTS, mask=(flat_members & 1) != 0),)
         for s in tl.static_range(1, G):
             member = (flat_members >> s) & 1
-            counters_ = counters_ + (counters[s] + tl.histogram(flat_slot, SLOTS, mask=member != 0),)
-        return counters_
+            counted = counted + (counters[s] + tl.histogram(flat_slot, SLOTS, mask=member != 0),)
+        return counted
     else:
         is_bin = slot < 2 * P
         one = tl.full(slot.shape, 1, tl.int64)
         for s in tl.static_range(G):
             member = ((members >> s) & 1) != 0
             tl.atomic_add(histogram_ptr + s * 2 * P + slot, one, mask=member & is_bin, sem="relaxed")
+            column = slot - 2 * P
             tl.atomic_add(
-                counts_ptr + s * tile.N_COUNTS + slot - 2 * P, one, mask=member & (slot >= 2 * P), sem="relaxed"
+                counts_ptr + s * tile.N_COUNTS + column, one, mask=member & (is_bin == 0), sem="relaxed"
             )
-            counted = is_bin | (slot <= 2 * P + tile.ZERO)
-            total = tl.sum(tl.reshape((member & counted).to(tl.int64), (slot.numel,)), axis=0)
+            token = member & (is_bin | (column <= tile.ZERO))
+            total = tl.sum(tl.reshape(token.to(tl.int64), (slot.numel,)), axis=0)
             tl.atomic_add(counts_ptr + s * tile.N_COUNTS, total, sem="relaxed")
         return counters
 
@@ -130,17 +212,14 @@ def add(counters, slot, members, histogram_ptr, counts_ptr,
 @triton.jit
 def flush(counters, histogram_ptr, counts_ptr,
           G: tl.constexpr, P: tl.constexpr, WAY: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
-    """Add the counters to the state: integer atomics, so in any order the same."""
-    if WAY == SHARED:
-        base = counters[0]
-        tl.debug_barrier()
+    """Add the counters to the state: integer atomics, so in any order the same. After a barrier."""
+    if in_shared(WAY):
         bins = tl.arange(0, 2 * P)
         extra = tl.arange(0, 16)
         for s in tl.static_range(G):
-            row = base + 4 * s * row_words(P)
-            value = load_shared(row + 4 * bins).to(tl.uint32, bitcast=True).to(tl.int64)
+            value = _slice_row(counters[0], 4 * bins, s, G, P, WAY)
             tl.atomic_add(histogram_ptr + s * 2 * P + bins, value, mask=value != 0, sem="relaxed")
-            special = load_shared(row + 4 * (2 * P + extra)).to(tl.uint32, bitcast=True).to(tl.int64)
+            special = _slice_row(counters[0], 4 * (2 * P + extra), s, G, P, WAY)
             _add_counts(special, tl.sum(value, axis=0), extra, counts_ptr + s * tile.N_COUNTS)
     elif WAY == REGISTERS:
         slots = tl.arange(0, SLOTS)
@@ -150,6 +229,20 @@ def flush(counters, histogram_ptr, counts_ptr,
             tl.atomic_add(histogram_ptr + s * 2 * P + slots, value, mask=in_bins & (value != 0), sem="relaxed")
             total = tl.sum(tl.where(in_bins, value, 0), axis=0)
             _add_counts(tl.where(in_bins, 0, value), total, slots - 2 * P, counts_ptr + s * tile.N_COUNTS)
+
+
+@triton.jit
+def _slice_row(base, offset, s: tl.constexpr, G: tl.constexpr, P: tl.constexpr, WAY: tl.constexpr):
+    """int64 counts of slice s at byte offsets of a row."""
+    if WAY == PATTERNS:
+        total = tl.zeros(offset.shape, tl.int64)
+        for pattern in tl.static_range(1, 1 << G):
+            if (pattern >> s) & 1:
+                at = base + 32 + (pattern - 1) * row_bytes(P) + offset
+                total += load_shared(at).to(tl.uint32, bitcast=True).to(tl.int64)
+        return total
+    else:
+        return load_shared(base + 32 + s * row_bytes(P) + offset).to(tl.uint32, bitcast=True).to(tl.int64)
 
 
 @triton.jit

@@ -18,10 +18,15 @@ from pyrlstats.kernels import far, histogram, slice_hist, tile
 from pyrlstats.layout import NEAR_LIMIT, Layout, clip_thresholds, float32_bits
 
 Tensor = torch.Tensor
+_SLICES, _PATTERNS, _SINGLE, _REGISTERS, _GLOBAL = (
+    int(way.value)
+    for way in (histogram.SLICES, histogram.PATTERNS, histogram.SINGLE, histogram.REGISTERS, histogram.GLOBAL)
+)
 
 INTERPRETED = not isinstance(slice_hist.slice_hist_kernel, triton.runtime.JITFunction)
-STATIC_SHARED = 46 << 10  # bytes; CUDA allows 48 KiB a program without asking, reductions need some of it
-MAX_GROUP = 4  # slices a launch
+MAX_GROUP = 4  # overlapping slices a launch
+MAX_IDS = 8  # disjoint slices a launch
+LARGE = 1 << 22  # tokens from which one program an SM and a row for every set of slices pay
 MAX_COLUMNS = 1 << 30  # 32-bit arithmetic inside a tile
 
 
@@ -44,7 +49,7 @@ def _programs_max(device: torch.device) -> int:
 
 
 def _new_scratch(device: torch.device) -> Scratch:
-    words = _programs_max(device) * MAX_GROUP * int(far.ROW.value)
+    words = _programs_max(device) * MAX_IDS * int(far.ROW.value)
     return Scratch(
         torch.empty(words, dtype=torch.float64, device=device), torch.zeros(1, dtype=torch.int32, device=device)
     )
@@ -74,15 +79,27 @@ def _thresholds(clip: tuple[float, float]) -> tuple[float, float, int]:
 
 
 @lru_cache
-def histogram_way(layout: Layout, portable: bool) -> tuple[int, int]:
-    """(way, slices a launch): shared memory where a row fits, registers where that is not to be had."""
-    row_bytes = 4 * (layout.n_bins + 12)
+def histogram_way(layout: Layout, mode: int, slices: int, n_large: bool, portable: bool) -> tuple[int, int]:
+    """(way, slices a launch): the cheapest that fits. See histogram.py."""
     if portable:
-        return (histogram.REGISTERS.value if layout.n_bins <= 4096 else histogram.GLOBAL.value), MAX_GROUP
-    fits = (STATIC_SHARED - 32) // row_bytes
-    if fits == 0:
-        return histogram.GLOBAL.value, MAX_GROUP
-    return histogram.SHARED.value, min(fits, MAX_GROUP)
+        return (_REGISTERS if layout.n_bins <= 4096 else _GLOBAL), min(slices, MAX_GROUP)
+    if mode in (tile.IDS.value, tile.ALL.value):
+        return _fitting(_SINGLE, layout, min(slices, MAX_IDS if n_large else MAX_GROUP), n_large)
+    group = min(slices, MAX_GROUP)
+    if group == 1:
+        return _fitting(_SINGLE, layout, 1, n_large)
+    if n_large or group == 2:
+        way, fits = _fitting(_PATTERNS, layout, group, n_large)
+        if way == _PATTERNS and fits == group:
+            return way, group
+    return _fitting(_SLICES, layout, group, n_large)
+
+
+def _fitting(way: int, layout: Layout, group: int, dynamic: bool) -> tuple[int, int]:
+    room = 4 * histogram.DYNAMIC_WORDS - histogram.DYNAMIC_SPARE if dynamic else histogram.STATIC_BYTES
+    while group and histogram.shared_bytes(group, layout.bins_per_sign, way) > room:
+        group -= 1
+    return (way, group) if group else (_GLOBAL, MAX_GROUP)
 
 
 @lru_cache
@@ -176,7 +193,7 @@ def _launch(
     base = tensors[-1] if has_base else logp
     slices = len(state.names)
     low, high, tail_bits = _thresholds(state.clip)
-    way, group = histogram_way(state.layout, portable)
+    way, group = histogram_way(state.layout, mode, slices, n >= LARGE, portable)
     constants = _constants(state.layout, way)
     itemsize = max(logp.element_size(), old_logp.element_size())
     for first in range(0, slices, group):

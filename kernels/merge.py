@@ -26,11 +26,11 @@ def _rescaled(value, exponent):
 @triton.jit
 def merge(scratch_ptr, sums_ptr, maxima_ptr, programs, G: tl.constexpr):
     """scratch [programs, G, ROW]; sums and maxima of the first of the G slices."""
-    column = tl.arange(0, far.ROW)
+    column = tl.arange(0, far.RESULT)
     row = tl.arange(0, BLOCK)
     for s in tl.static_range(G):
-        total = tl.zeros((far.ROW,), tl.float64)
-        largest = tl.full((far.ROW,), float("-inf"), tl.float64)
+        total = tl.zeros((far.RESULT,), tl.float64)
+        largest = tl.full((far.RESULT,), float("-inf"), tl.float64)
         for first in range(0, programs, BLOCK):
             inside = (first + row < programs)[:, None]
             ptr = scratch_ptr + ((first + row) * G + s)[:, None] * far.ROW + column[None, :]

@@ -15,12 +15,6 @@ from pyrlstats.kernels import extrema, far, histogram, merge, tile
 
 
 @triton.jit
-def _offsets(start, ROWS: tl.constexpr, V: tl.constexpr):
-    """int32 [ROWS, V], from the start of a tile."""
-    return tl.arange(0, ROWS)[:, None] * V + tl.arange(0, V)[None, :]
-
-
-@triton.jit
 def _strided(start, local, columns, strides):
     """int64 element offsets of a [rows, columns] tensor; 32-bit divisions, one 64-bit one a tile."""
     row = start // columns
@@ -32,14 +26,22 @@ def _strided(start, local, columns, strides):
 
 @triton.jit
 def _members(mask_ptrs, offsets, keep, base, n_slices, first,
-             SHAPE: tl.constexpr, MODE: tl.constexpr, G: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
-    """int32: bit s = member of slice first + s; and the tokens whose id is out of range."""
+             SHAPE: tl.constexpr, MODE: tl.constexpr, G: tl.constexpr, FULL: tl.constexpr,
+             WAY: tl.constexpr):  # fmt: skip
+    """int32: bit s = member of slice first + s; the histogram row; tokens whose id is out of range."""
     outside = tl.zeros(SHAPE, tl.int32)
     if MODE == tile.MASKS:
-        members = (tile.load(mask_ptrs[0], offsets[0], keep, FULL) != 0).to(tl.int32)
-        for s in tl.static_range(1, G):
-            mask = tile.load(mask_ptrs[s], offsets[s], keep, FULL) != 0
-            members = members | (mask.to(tl.int32) << s)
+        if histogram.in_shared(WAY) and mask_ptrs[0].dtype.element_ty.primitive_bitwidth <= 8:
+            masks = (tile.load(mask_ptrs[0].to(tl.pointer_type(tl.int8), bitcast=True), offsets[0], keep, FULL),)
+            for s in tl.static_range(1, G):
+                ptr = mask_ptrs[s].to(tl.pointer_type(tl.int8), bitcast=True)
+                masks = masks + (tile.load(ptr, offsets[s], keep, FULL),)
+            members = tile.pack_bytes(masks, G)
+        else:
+            members = (tile.load(mask_ptrs[0], offsets[0], keep, FULL) != 0).to(tl.int32)
+            for s in tl.static_range(1, G):
+                mask = tile.load(mask_ptrs[s], offsets[s], keep, FULL) != 0
+                members = members | (mask.to(tl.int32) << s)
     elif MODE == tile.BITS:
         bits = tile.load(mask_ptrs[0], offsets[0], keep, FULL).to(tl.int32)
         members = (bits >> first) & ((1 << G) - 1)
@@ -48,47 +50,66 @@ def _members(mask_ptrs, offsets, keep, base, n_slices, first,
         beyond = ids >= n_slices
         local = tl.where(beyond | (ids < 0), -1, ids.to(tl.int32) - first)
         members = tl.where((local >= 0) & (local < G), 1 << (local & 31), 0)
+        members = tl.where(base, members, 0)
         outside = (beyond & base & (first == 0)).to(tl.int32)
+        return members, tl.where(members != 0, local + 1, 0), outside
     else:
         members = tl.full(SHAPE, 1, tl.int32)
-    return tl.where(base, members, 0), outside
+    members = tl.where(base, members, 0)
+    return members, members, outside
 
 
 @triton.jit
-def _add_near(near, x, size, members, G: tl.constexpr):
-    """Five float64 [ROWS] sums a slice; x [ROWS, V] is 0 where not near, size is abs(x) of near and far."""
-    wide, square, k3, excess = tile.near_terms(x)
-    size = size.to(tl.float64)
-    result = ()
-    for s in tl.static_range(G):
-        if G == 1:  # x is already 0 outside the only slice
-            result = result + (
-                near[0] + tl.sum(wide, axis=1),
-                near[1] + tl.sum(square, axis=1),
-                near[2] + tl.sum(k3, axis=1),
-                near[3] + tl.sum(excess, axis=1),
-                near[4] + tl.sum(size, axis=1),
-            )
-        else:
-            f = tl.where(((members >> s) & 1) != 0, 1.0, 0.0).to(tl.float64)
-            result = result + (
-                near[5 * s] + tl.sum(f * wide, axis=1),
-                near[5 * s + 1] + tl.sum(f * square, axis=1),
-                near[5 * s + 2] + tl.sum(f * k3, axis=1),
-                near[5 * s + 3] + tl.sum(f * excess, axis=1),
-                near[5 * s + 4] + tl.sum(f * size, axis=1),
-            )
-    return result
+def _columns(x, ROWS: tl.constexpr, V: tl.constexpr):
+    """[ROWS, V] -> V tensors [ROWS], in no particular order: no exchange, since a row belongs to one thread."""
+    if V == 1:
+        return (tl.reshape(x, (ROWS,)),)
+    else:
+        left, right = tl.split(tl.reshape(x, (ROWS, V // 2, 2)))
+        return _columns(left, ROWS, V // 2) + _columns(right, ROWS, V // 2)
 
 
 @triton.jit
-def _tile(near, counters, extremes, logp_ptr, old_ptr, mask_ptrs, base_ptr, histogram_ptr, counts_ptr, row_ptr,
-          start, n, n_slices, first, low, high, tail_bits, columns, strides,
+def _add_near(near, x, members, ROWS: tl.constexpr, V: tl.constexpr, G: tl.constexpr):
+    """Five float64 [ROWS] sums a slice; x [ROWS, V] is 0 where not near.
+
+    One fused multiply-add a token, slice and sum: tl.sum over axis 1 took one and a half.
+    """
+    xs = _columns(x, ROWS, V)
+    member_sets = _columns(members, ROWS, V)
+    for j in tl.static_range(V):
+        wide, square, k3, excess = tile.near_terms(xs[j])
+        size = tl.abs(wide)
+        added = ()
+        for s in tl.static_range(G):
+            if G == 1:  # x is already 0 outside the only slice
+                added = added + (
+                    near[0] + wide,
+                    tl.fma(wide, wide, near[1]),
+                    near[2] + k3,
+                    near[3] + excess,
+                    near[4] + size,
+                )
+            else:
+                f = tl.where((member_sets[j] & (1 << s)) != 0, 1.0, 0.0).to(tl.float64)
+                added = added + (
+                    tl.fma(f, wide, near[5 * s]),
+                    tl.fma(f, square, near[5 * s + 1]),
+                    tl.fma(f, k3, near[5 * s + 2]),
+                    tl.fma(f, excess, near[5 * s + 3]),
+                    tl.fma(f, size, near[5 * s + 4]),
+                )
+        near = added
+    return near
+
+
+@triton.jit
+def _load(logp_ptr, old_ptr, mask_ptrs, base_ptr, start, n, n_slices, first, columns, strides,
           ROWS: tl.constexpr, V: tl.constexpr, G: tl.constexpr, MODE: tl.constexpr, HAS_BASE: tl.constexpr,
-          FLAT: tl.constexpr, FULL: tl.constexpr, P: tl.constexpr, SHIFT: tl.constexpr, OFFSET: tl.constexpr,
-          WAY: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
+          FLAT: tl.constexpr, FULL: tl.constexpr, WAY: tl.constexpr):  # fmt: skip
+    """x of one tile (0 for non-members), members, histogram rows, ids out of range."""
     SHAPE: tl.constexpr = (ROWS, V)
-    local = _offsets(start, ROWS, V)
+    local = tl.arange(0, ROWS)[:, None] * V + tl.arange(0, V)[None, :]
     keep = local < n - start
     N_MASKS: tl.constexpr = G if MODE == tile.MASKS else 1
     if FLAT:
@@ -116,53 +137,70 @@ def _tile(near, counters, extremes, logp_ptr, old_ptr, mask_ptrs, base_ptr, hist
         base = tl.full(SHAPE, 1, tl.int1)
     else:
         base = keep
-    members, outside = _members(masks, mask_offsets, keep, base, n_slices, first, SHAPE, MODE, G, FULL)
-    if MODE == tile.IDS:
-        out_slot = tl.full(SHAPE, 2 * P + tile.OUT_OF_RANGE, tl.int32)
-        counters = histogram.add(counters, out_slot, outside, histogram_ptr, counts_ptr, G, P, WAY, SLOTS)
+    members, row, outside = _members(masks, mask_offsets, keep, base, n_slices, first, SHAPE, MODE, G, FULL, WAY)
+    return tl.where(members != 0, tile.log_ratio(logp, old), 0.0), members, row, outside
 
-    x = tl.where(members != 0, tile.log_ratio(logp, old), 0.0)
+
+@triton.jit
+def _tile(near, counters, extremes, any_far, x, members, row, outside, histogram_ptr, counts_ptr, row_ptr,
+          low, high, tail_bits,
+          ROWS: tl.constexpr, V: tl.constexpr, G: tl.constexpr, MODE: tl.constexpr,
+          P: tl.constexpr, SHIFT: tl.constexpr, OFFSET: tl.constexpr,
+          WAY: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
+    """Add a tile to the near sums, counters and extrema, and to the program's scratch rows what is far."""
+    nowhere: tl.constexpr = 2 * P + tile.ZERO
+    if MODE == tile.IDS:
+        slot = tl.where(outside != 0, 2 * P + tile.OUT_OF_RANGE, nowhere)
+        counters = histogram.add(counters, slot, outside, outside, histogram_ptr, counts_ptr, G, P, WAY, SLOTS)
+
     near_x = x
     magnitude = x.to(tl.int32, bitcast=True) & tile.ABS_BITS
     largest = tl.max(tl.max(magnitude, axis=1), axis=0)
     if largest >= tail_bits:  # some token is clipped, far or not finite
-        special = tl.where(x > 0, 2 * P + tile.POS_INF, 2 * P + tile.NEG_INF)
-        special = tl.where(magnitude > tile.INF_BITS, 2 * P + tile.NAN, special)
         finite = magnitude < tile.INF_BITS
-        lost = tl.where(finite, 0, members)
-        counters = histogram.add(counters, special, lost, histogram_ptr, counts_ptr, G, P, WAY, SLOTS)
+        slot = tl.where(x > 0, 2 * P + tile.POS_INF, 2 * P + tile.NEG_INF)
+        slot = tl.where(magnitude > tile.INF_BITS, 2 * P + tile.NAN, slot)
+        counters = histogram.add(
+            counters, tl.where(finite, nowhere, slot), tl.where(finite, 0, members), tl.where(finite, 0, row),
+            histogram_ptr, counts_ptr, G, P, WAY, SLOTS)  # fmt: skip
         members = tl.where(finite, members, 0)
+        row = tl.where(finite, row, 0)
         x = tl.where(finite, x, 0.0)
-        clipped = (x < low) | (x > high)
-        side = tl.where(x < low, 2 * P + tile.CLIP_LOW, 2 * P + tile.CLIP_HIGH)
-        cut = tl.where(clipped, members, 0)
-        counters = histogram.add(counters, side, cut, histogram_ptr, counts_ptr, G, P, WAY, SLOTS)
+        slot = tl.where(x < low, 2 * P + tile.CLIP_LOW, tl.where(x > high, 2 * P + tile.CLIP_HIGH, nowhere))
+        clipped = slot != nowhere
+        counters = histogram.add(
+            counters, slot, tl.where(clipped, members, 0), tl.where(clipped, row, 0),
+            histogram_ptr, counts_ptr, G, P, WAY, SLOTS)  # fmt: skip
         near_x = x
         if largest >= tile.NEAR_BITS:
             is_far = finite & (magnitude >= tile.NEAR_BITS)
-            far_slot = tl.full(SHAPE, 2 * P + tile.FAR, tl.int32)
-            far_members = tl.where(is_far, members, 0)
-            counters = histogram.add(counters, far_slot, far_members, histogram_ptr, counts_ptr, G, P, WAY, SLOTS)
+            counters = histogram.add(
+                counters, tl.where(is_far, 2 * P + tile.FAR, nowhere), tl.where(is_far, members, 0),
+                tl.where(is_far, row, 0), histogram_ptr, counts_ptr, G, P, WAY, SLOTS)  # fmt: skip
             far.add_tile(row_ptr, x, members, is_far, G)
+            any_far += 1
             near_x = tl.where(is_far, 0.0, x)
 
     slot = tile.slot_of(x, P, SHIFT, OFFSET)
-    counters = histogram.add(counters, slot, members, histogram_ptr, counts_ptr, G, P, WAY, SLOTS)
-    extremes = extrema.update(extremes, x, members, G, P, V, WAY)
-    near = _add_near(near, near_x, tl.abs(x), members, G)
-    return near, counters, extremes
+    counters = histogram.add(counters, slot, members, row, histogram_ptr, counts_ptr, G, P, WAY, SLOTS)
+    extremes = extrema.update(extremes, counters, x, members, G, P, V, WAY)
+    near = _add_near(near, near_x, members, ROWS, V, G)
+    return near, counters, extremes, any_far
 
 
 @triton.jit
-def _store_program(near, counters, extremes, row_ptr,
+def _store_program(near, counters, extremes, row_ptr, any_far,
                    G: tl.constexpr, P: tl.constexpr, WAY: tl.constexpr):  # fmt: skip
-    """The program's sums and extrema into its scratch rows."""
-    column = tl.arange(0, far.ROW)
-    tl.debug_barrier()
+    """The program's sums and extrema into its scratch rows; after a barrier."""
+    column = tl.arange(0, far.RESULT)
     for s in tl.static_range(G):
-        value = tl.zeros((far.ROW,), tl.float64)
+        far_size = tl.cast(0.0, tl.float64)
+        if any_far != 0:
+            far_size = far.finish(row_ptr + s * far.ROW)
+        value = tl.zeros((far.RESULT,), tl.float64)
         for j in tl.static_range(5):
             value = tl.where(column == j, tl.sum(near[5 * s + j], axis=0), value)
+        value = tl.where(column == far.ABS_X, value + far_size, value)
         top, bottom = extrema.result(extremes, counters, s, G, P, WAY)
         value = tl.where(column == far.MAX_X, top, value)
         value = tl.where(column == far.NEG_MIN_X, bottom, value)
@@ -185,25 +223,30 @@ def _run(logp_ptr, old_ptr, mask_ptrs, base_ptr, state_ptr, scratch_ptr, ticket_
     row_ptr = scratch_ptr + program * (G * far.ROW)
 
     far.start(row_ptr, G)
-    counters = histogram.start(G, P, WAY, SLOTS)
+    counters = histogram.start(n, scratch_ptr, G, P, WAY, SLOTS)
     extremes = extrema.start(ROWS, G, WAY)
     near = (tl.zeros((ROWS,), tl.float64),)
     for _ in tl.static_range(1, 5 * G):
         near = near + (tl.zeros((ROWS,), tl.float64),)
 
+    any_far = tl.cast(0, tl.int32)
     full_tiles = n // TILE
-    for i in range(program, full_tiles, programs):
-        near, counters, extremes = _tile(
-            near, counters, extremes, logp_ptr, old_ptr, mask_ptrs, base_ptr, histogram_ptr, counts_ptr, row_ptr,
-            tl.cast(i, tl.int64) * TILE, n, n_slices, first, low, high, tail_bits, columns, strides,
-            ROWS, V, G, MODE, HAS_BASE, FLAT, True, P, SHIFT, OFFSET, WAY, SLOTS)  # fmt: skip
-    if (full_tiles * TILE < n) & (full_tiles % programs == program):
-        near, counters, extremes = _tile(
-            near, counters, extremes, logp_ptr, old_ptr, mask_ptrs, base_ptr, histogram_ptr, counts_ptr, row_ptr,
-            full_tiles * TILE, n, n_slices, first, low, high, tail_bits, columns, strides,
-            ROWS, V, G, MODE, HAS_BASE, FLAT, False, P, SHIFT, OFFSET, WAY, SLOTS)  # fmt: skip
+    for i in range(program, (n + TILE - 1) // TILE, programs):
+        start = tl.cast(i, tl.int64) * TILE
+        if i < full_tiles:
+            x, members, row, outside = _load(
+                logp_ptr, old_ptr, mask_ptrs, base_ptr, start, n, n_slices, first, columns, strides,
+                ROWS, V, G, MODE, HAS_BASE, FLAT, True, WAY)  # fmt: skip
+        else:
+            x, members, row, outside = _load(
+                logp_ptr, old_ptr, mask_ptrs, base_ptr, start, n, n_slices, first, columns, strides,
+                ROWS, V, G, MODE, HAS_BASE, FLAT, False, WAY)  # fmt: skip
+        near, counters, extremes, any_far = _tile(
+            near, counters, extremes, any_far, x, members, row, outside, histogram_ptr, counts_ptr, row_ptr,
+            low, high, tail_bits, ROWS, V, G, MODE, P, SHIFT, OFFSET, WAY, SLOTS)  # fmt: skip
 
-    _store_program(near, counters, extremes, row_ptr, G, P, WAY)
+    tl.debug_barrier()
+    _store_program(near, counters, extremes, row_ptr, any_far, G, P, WAY)
     histogram.flush(counters, histogram_ptr, counts_ptr, G, P, WAY, SLOTS)
     tl.debug_barrier()  # every thread's stores come before the ticket
     ticket = tl.atomic_add(ticket_ptr, 1, sem="acq_rel")
