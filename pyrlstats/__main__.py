@@ -1,0 +1,5 @@
+"""``python -m pyrlstats``."""
+
+from pyrlstats.cli import main
+
+main()

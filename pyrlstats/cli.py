@@ -1,0 +1,53 @@
+"""The command line: ``pyrlstats --version``, ``info`` and ``demo``.
+
+A further command is a function with typer's annotations in a module that is light to import, and one line in
+:func:`build_app`.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+from pyrlstats._build import build_info, version
+
+try:
+    import typer
+except ModuleNotFoundError as error:
+    if not TYPE_CHECKING:
+        raise SystemExit(f"pyrlstats: the command line needs {error.name}: pip install 'pyrlstats[demo]'") from None
+
+
+def info() -> None:
+    """Print versions, which backends can run here, and how the extension was built."""
+    typer.echo(json.dumps(build_info(), indent=2))
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"pyrlstats {version()}")
+        raise typer.Exit
+
+
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Distribution statistics of policy log-ratios for reinforcement-learning post-training."""
+
+
+def build_app() -> typer.Typer:
+    """The application with its commands."""
+    from pyrlstats.demo.command import demo
+
+    app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+    app.callback()(options)
+    app.command()(info)
+    app.command()(demo)
+    return app
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    build_app()()

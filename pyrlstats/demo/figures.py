@@ -1,0 +1,106 @@
+"""The picture: reward, effective sample size, tail quantiles, and the distribution at the start and at the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from pyrlstats.demo.slices import NAMES
+from pyrlstats.demo.training import Score, Step
+from pyrlstats.slice_stats import SliceStats
+
+COLOURS = {"text": "#4477aa", "pre_tool": "#228833", "post_tool": "#cc3311"}
+LEVELS = {0.5: "p50", 0.99: "p99", 0.999: "p99.9", 0.9999: "p99.99"}
+
+# nats: what logarithmic axes show
+SMALLEST = 1e-6
+_MAGNITUDES = np.geomspace(SMALLEST, 100.0, 400)
+_SIGNED = np.concatenate((-_MAGNITUDES[::-1], [0.0], _MAGNITUDES))
+
+
+def windows(steps: list[Step]) -> tuple[list[Step], list[Step]]:
+    """The first and the last fifth of the steps, at least one each."""
+    size = max(1, len(steps) // 5)
+    return steps[:size], steps[-size:]
+
+
+def pooled(steps: list[Step]) -> SliceStats:
+    """The statistics of all tokens of some steps, exactly: states merge."""
+    first, *rest = (step.stats for step in steps)
+    return sum(rest, first)
+
+
+def window_name(steps: list[Step]) -> str:
+    """``steps 1 to 12``."""
+    first, last = steps[0].number, steps[-1].number
+    return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
+def draw(steps: list[Step], scores: dict[str, Score], path: Path) -> None:
+    """Draw the run and save it as PNG."""
+    figure = Figure(figsize=(13, 15), dpi=110, layout="constrained")
+    grid = figure.add_gridspec(4, 6)
+    _draw_reward(figure.add_subplot(grid[0, :3]), steps, scores)
+    _draw_ess(figure.add_subplot(grid[0, 3:]), steps)
+    compared = [(window_name(part), pooled(part), style) for part, style in zip(windows(steps), "-:", strict=True)]
+    for row in (1, 2, 3):
+        shared: Axes | None = None
+        for index, name in enumerate(NAMES):
+            axes = figure.add_subplot(grid[row, 2 * index : 2 * index + 2], sharex=shared, sharey=shared)
+            shared = shared or axes
+            if row == 1:
+                _draw_quantiles(axes, steps, name)
+            elif row == 2:
+                _draw_cdf(axes, compared, name)
+            else:
+                _draw_tail(axes, compared, name)
+    for axes in figure.axes:
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    figure.savefig(path)
+
+
+def _draw_reward(axes: Axes, steps: list[Step], scores: dict[str, Score]) -> None:
+    numbers = [step.number for step in steps]
+    axes.plot(numbers, [step.score.reward for step in steps], color="black", label="mean reward of the batch")
+    axes.plot(numbers, [step.score.solved for step in steps], color="grey", lw=1, label="share of it solved")
+    for (name, score), style in zip(scores.items(), (":", "--", "-"), strict=False):
+        axes.axhline(score.reward, color="#aa7744", ls=style, lw=1, label=f"{name}: {score.reward:.3f}")
+    axes.set(title="Reward (horizontal: three policies on the same problems)", xlabel="step", ylim=(-0.03, 1.03))
+
+
+def _draw_ess(axes: Axes, steps: list[Step]) -> None:
+    numbers = [step.number for step in steps]
+    for name in NAMES:
+        axes.plot(numbers, [float(step.stats[name].ess_fraction) for step in steps], color=COLOURS[name], label=name)
+    axes.set(title="Effective sample size over tokens", xlabel="step", ylim=(-0.03, 1.03))
+
+
+def _draw_quantiles(axes: Axes, steps: list[Step], name: str) -> None:
+    numbers = [step.number for step in steps]
+    values = np.array([step.stats[name].abs_quantile(list(LEVELS)).tolist() for step in steps])
+    for column, label, alpha in zip(values.T, LEVELS.values(), (0.35, 0.55, 0.8, 1.0), strict=True):
+        axes.plot(numbers, np.maximum(column, SMALLEST), color=COLOURS[name], alpha=alpha, label=label)
+    axes.set(title=f"{name}: quantiles of |log-ratio|", xlabel="step", ylabel="nats", yscale="log")
+
+
+Compared = list[tuple[str, SliceStats, str]]
+
+
+def _draw_cdf(axes: Axes, compared: Compared, name: str) -> None:
+    for label, stats, style in compared:
+        axes.plot(_SIGNED, stats[name].cdf(_SIGNED.tolist()), color=COLOURS[name], ls=style, label=label)
+    axes.set_xscale("symlog", linthresh=1e-4)
+    axes.set(title=f"{name}: CDF of the log-ratio", xlabel="log-ratio, nats", ylabel="share of tokens below")
+
+
+def _draw_tail(axes: Axes, compared: Compared, name: str) -> None:
+    for label, stats, style in compared:
+        mass = np.asarray(stats[name].tail_mass(_MAGNITUDES.tolist()))
+        seen = mass > 0
+        axes.plot(_MAGNITUDES[seen], mass[seen], color=COLOURS[name], ls=style, label=label)
+    axes.set(title=f"{name}: tail of |log-ratio|", xlabel="t, nats", ylabel="share of tokens with |log-ratio| > t")
+    axes.set(xscale="log", yscale="log", xlim=(1e-4, 30.0))

@@ -1,0 +1,73 @@
+"""One run from start to report."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+
+from pyrlstats.demo import records
+from pyrlstats.demo.display import Display, choose_display, describe
+from pyrlstats.demo.figures import draw
+from pyrlstats.demo.report import write_page
+from pyrlstats.demo.rollout import sample
+from pyrlstats.demo.training import Score, Settings, Step, Trainer
+
+EPISODES_SHOWN = 12
+
+
+def run(settings: Settings, folder: Path) -> bool:
+    """Train, show it, and write the report into ``folder`` (made by :func:`records.prepare`).
+
+    Ctrl-C ends training early; the report is then about the steps done.
+
+    Returns:
+        False if it was interrupted.
+    """
+    wall, cpu = time.perf_counter(), time.process_time()
+    trainer = Trainer(settings)
+    steps: list[Step] = []
+    scores: dict[str, Score] = {}
+    interrupted = False
+    with choose_display(settings.steps) as display:
+        try:
+            _train(trainer, folder, display, steps, scores)
+        except KeyboardInterrupt:
+            interrupted = True
+            display.say("interrupted")
+        if not steps:
+            display.say("no training step was finished: nothing to report")
+            return False
+        scores["after training"] = trainer.evaluate()
+        times = records.Times(time.perf_counter() - wall, time.process_time() - cpu)
+        summary = records.summarise(settings, steps, scores, times, interrupted=interrupted)
+        records.write_summary(folder, summary)
+        records.write_tokens(folder, steps[-1].minibatches)
+        draw(steps, scores, folder / records.FIGURE)
+        problems = trainer.evaluation_problems()[:EPISODES_SHOWN]
+        episodes = sample(trainer.policy, problems, torch.Generator().manual_seed(0))
+        write_page(folder / records.PAGE, folder / records.FIGURE, steps, scores, summary, episodes)
+        for name, score in scores.items():
+            display.say(f"{name + ':':<16} {describe(score)}")
+        display.say(f"{times.wall_seconds:.0f} s on the clock, {times.cpu_seconds:.0f} s of processor time")
+        display.say(f"report: {folder / records.PAGE}")
+    return not interrupted
+
+
+def _train(trainer: Trainer, folder: Path, display: Display, steps: list[Step], scores: dict[str, Score]) -> None:
+    """Train and fill ``steps`` and ``scores`` as far as it gets."""
+    scores["untrained"] = trainer.evaluate()
+    display.say(f"{'untrained:':<16} {describe(scores['untrained'])}")
+    display.begin("warm-up on random episodes", trainer.settings.warmup_steps)
+    for _ in trainer.warm_up():
+        display.advance()
+    scores["after warm-up"] = trainer.evaluate()
+    display.say(f"{'after warm-up:':<16} {describe(scores['after warm-up'])}")
+    display.begin("training", trainer.settings.steps)
+    for step in trainer.learn():
+        if steps:
+            steps[-1].minibatches.clear()  # only the last step's tokens are kept
+        steps.append(step)
+        records.append_step(folder, step)
+        display.step(step)
