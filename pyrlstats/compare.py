@@ -16,39 +16,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
 
 from pyrlstats import quantiles as _quantiles
+from pyrlstats.intervals import Stats, as_floats, state_of
 from pyrlstats.quantiles import Numbers, _abs_cells, _as_list, _Cells, _on_device_of, _probabilities, _signed_cells
-from pyrlstats.slice_stats import SliceStats, SliceView, percentile_name
+from pyrlstats.slice_stats import percentile_name
 from pyrlstats.state import Array, State, namespace
 from pyrlstats.stats import n_finite
-from pyrlstats.values import ValueStats, ValueView
 
 KS_FLOOR = 1.358  # 5 % point of the Kolmogorov distribution
-RELIABLE_TOKENS = 10.0
-
-Stats = SliceStats | ValueStats | SliceView | ValueView | State
-
-
-class QuantileInterval(NamedTuple):
-    """A quantile with its sampling uncertainty; (S,) or (S, len(q)) each, in the unit of x.
-
-    Attributes:
-        estimate: what ``quantile`` gives.
-        lo, hi: certified to hold the order statistics of the interval's two ranks.
-        reliable: bool, n min(q, 1 - q) >= 10. Where False the tail holds too few tokens: the quantile is hardly
-            more than the extreme token, and the interval, cut to [min, max], covers less than it says.
-    """
-
-    estimate: Array
-    lo: Array
-    hi: Array
-    reliable: Array
 
 
 class TailRatio(NamedTuple):
@@ -76,61 +55,6 @@ class Bounded(NamedTuple):
     estimate: Array
     lo: Array
     hi: Array
-
-
-def quantile_interval(stats: Stats, q: Numbers, confidence: float = 0.95) -> QuantileInterval:
-    """Confidence interval of quantiles of x from the counts alone, whatever the distribution.
-
-    The number of tokens below the true quantile is binomial: the order statistics of ranks
-    n q -+ z sqrt(n q (1 - q)), rounded outwards, enclose it. NaN for a slice without finite tokens.
-
-    Args:
-        stats: of S slices, or one slice's view.
-        q: a number or a sequence in [0, 1].
-        confidence: two-sided, of independent tokens.
-
-    Raises:
-        ValueError: a q outside [0, 1], or confidence outside (0, 1).
-
-    Source:
-        Hahn, Meeker (1991), Statistical Intervals, distribution-free intervals for a percentile.
-    """
-    return _interval(_signed_cells(_state(stats)), q, confidence)
-
-
-def abs_quantile_interval(stats: Stats, q: Numbers, confidence: float = 0.95) -> QuantileInterval:
-    """As :func:`quantile_interval`, of abs(x)."""
-    return _interval(_abs_cells(_state(stats)), q, confidence)
-
-
-def _interval(cells: _Cells, q: Numbers, confidence: float) -> QuantileInterval:
-    if not 0.0 < confidence < 1.0:
-        raise ValueError(f"confidence must satisfy 0 < confidence < 1, got {confidence}")
-    values, scalar = _probabilities(q)
-    xp = namespace(cells.counts)
-    z = NormalDist().inv_cdf((1.0 + confidence) / 2.0)
-    cumulative = xp.cumsum(cells.counts, -1)
-    n = _floats(cumulative[:, -1:])
-    level = _on_device_of(n, values)[None, :]
-    centre, spread = n * level, z * xp.sqrt(n * level * (1.0 - level))
-    lo, _ = _rank_bounds(cells, cumulative, xp.floor(centre - spread))
-    _, hi = _rank_bounds(cells, cumulative, xp.ceil(centre + spread) + 1.0)
-    reliable = xp.minimum(centre, n - centre) >= RELIABLE_TOKENS
-    result = QuantileInterval(_quantiles._quantile(cells, values), lo, hi, reliable)
-    return QuantileInterval(*(column[:, 0] for column in result)) if scalar else result
-
-
-def _rank_bounds(cells: _Cells, cumulative: Array, rank: Array) -> tuple[Array, Array]:
-    """Certified (lo, hi) of the order statistics of ranks (S, Q), cut to 1 and n."""
-    xp = namespace(cumulative)
-    n = cumulative[:, -1:]
-    rank = xp.minimum(xp.clip(xp.asarray(rank, dtype=xp.int64), 1, None), xp.clip(n, 1, None))
-    cell = (cumulative[:, None, :] < rank[:, :, None]).sum(-1)
-    cell = xp.clip(cell, 0, cumulative.shape[-1] - 1)
-    edges = _on_device_of(n, cells.edges)
-    lo = xp.clip(edges[cell], cells.lowest, cells.highest)
-    hi = xp.clip(edges[cell + 1], cells.lowest, cells.highest)
-    return xp.where(rank == n, cells.highest, lo), hi
 
 
 def quantile_shift(stats: Stats, baseline: Stats, q: Numbers) -> Bounded:
@@ -190,7 +114,7 @@ def tail_ratio(stats: Stats, baseline: Stats, q: float = 0.999, *, threshold: fl
     n, base_n = through[:, -1], base_through[:, -1]
     if threshold is None:
         (level,), _ = _probabilities(float(q))
-        rank = xp.clip(xp.ceil(level * _floats(base_n)), 1.0, None)
+        rank = xp.clip(xp.ceil(level * as_floats(base_n)), 1.0, None)
         cell = (base_through < rank[:, None]).sum(-1)
     else:
         (bound,), _ = _as_list("threshold", float(threshold))
@@ -201,7 +125,7 @@ def tail_ratio(stats: Stats, baseline: Stats, q: float = 0.999, *, threshold: fl
     count = n - _take(through, cell - 1)[:, 0]
     base_count = base_n - _take(base_through, cell - 1)[:, 0]
     with np.errstate(all="ignore"):
-        hits, base_hits = _floats(count), _floats(base_count)
+        hits, base_hits = as_floats(count), as_floats(base_count)
         ratio = (hits / n) / (base_hits / base_n)
         log_se = xp.sqrt(1.0 / hits + 1.0 / base_hits)
         log_se = xp.where((count > 0) & (base_count > 0), log_se, float("nan"))
@@ -264,7 +188,7 @@ class _Ranges(NamedTuple):
         hi = xp.clip(edges[1:] + xp.zeros_like(cells.lowest), cells.lowest, cells.highest)
         lo = xp.concatenate((cells.lowest, lo, cells.highest), -1)
         hi = xp.concatenate((cells.lowest, hi, cells.highest), -1)
-        return cls(_floats(rank) / n, lo, hi)
+        return cls(as_floats(rank) / n, lo, hi)
 
     def between(self, index: Array, start: Array, end: Array) -> tuple[Array, Array, Array, Array]:
         """Bounds of the ranges, and the interpolated quantile function at shares start and end inside them."""
@@ -323,7 +247,7 @@ def ks_noise_floor(stats: Stats, baseline: Stats) -> Array:
     """
     one, two = _pair(stats, baseline)
     xp = namespace(one.buffer)
-    n, m = _floats(n_finite(one)), _floats(n_finite(two))
+    n, m = as_floats(n_finite(one)), as_floats(n_finite(two))
     with np.errstate(all="ignore"):
         return KS_FLOOR * xp.sqrt(1.0 / n + 1.0 / m)
 
@@ -362,7 +286,7 @@ def jensen_shannon(stats: Stats, baseline: Stats, *, mantissa_bits: int | None =
         divergence = (_plogp(p, m) + _plogp(q, m)).sum(-1) / 2.0
         if not corrected:
             return divergence
-        per_f, per_g = (1.0 / _floats(counts.sum(-1))[:, None] for counts in (f_counts, g_counts))
+        per_f, per_g = (1.0 / as_floats(counts.sum(-1))[:, None] for counts in (f_counts, g_counts))
         own = xp.where(f_counts > 0, per_f, 0.0) + xp.where(g_counts > 0, per_g, 0.0)
         mixed = (p * per_f + q * per_g) / xp.where(m > 0, m, 1.0)
         bias = own.sum(-1) / 4.0 - mixed.sum(-1) / 8.0 - (per_f + per_g)[:, 0] / 8.0
@@ -384,17 +308,11 @@ def _plogp(p: Array, m: Array) -> Array:
 
 
 def _shares(counts: Array) -> Array:
-    return _floats(counts) / counts.sum(-1)[:, None]
+    return as_floats(counts) / counts.sum(-1)[:, None]
 
 
 def _through(counts: Array) -> Array:
-    return _floats(namespace(counts).cumsum(counts, -1)) / counts.sum(-1)[:, None]
-
-
-def _floats(counts: Array) -> Array:
-    """float64; left to itself, torch divides integers in float32."""
-    xp = namespace(counts)
-    return xp.asarray(counts, dtype=xp.float64)
+    return as_floats(namespace(counts).cumsum(counts, -1)) / counts.sum(-1)[:, None]
 
 
 def _take(values: Array, index: Array) -> Array:
@@ -402,23 +320,8 @@ def _take(values: Array, index: Array) -> Array:
     return xp.take_along_axis(values, index, -1) if xp is np else xp.gather(values, -1, index)
 
 
-def _state(stats: Stats) -> State:
-    """The state of S slices, or that of the one slice of a view."""
-    if isinstance(stats, State):
-        return stats
-    if isinstance(stats, (SliceStats, ValueStats)):
-        return stats.state
-    if isinstance(stats, (SliceView, ValueView)):
-        state = stats._stats.state
-        xp = namespace(state.buffer)
-        rows = [getattr(state, field)[stats._index] for field in ("counts", "histogram", "sums", "maxima")]
-        buffer = xp.concatenate([row if row.dtype == xp.int64 else row.view(xp.int64) for row in rows])
-        return replace(state, names=(state.names[stats._index],), buffer=buffer)
-    raise TypeError(f"SliceStats, ValueStats, one slice of them or a State can be compared, got {type(stats).__name__}")
-
-
 def _pair(stats: Stats, baseline: Stats) -> tuple[State, State]:
-    one, two = _state(stats), _state(baseline)
+    one, two = state_of(stats), state_of(baseline)
     single = len(one.names) == len(two.names) == 1
     if one.names != two.names and not single:
         raise ValueError(

@@ -22,11 +22,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
-from pyrlstats._inputs import _as_array, _broadcast, _check_dtype, _on_common_ground, device_of
+from pyrlstats._inputs import _check_dtype, device_of
+from pyrlstats._sequences import INTEGERS, as_arrays, broadcast_to, spread, to_device, trajectory
 from pyrlstats.layout import check_names
 from pyrlstats.slice_stats import SliceStats
 from pyrlstats.state import Array, State, namespace
@@ -34,9 +35,6 @@ from pyrlstats.values import ValueStats
 
 TURN_BUCKETS = (0, 1, 2, 3, 5)
 STALENESS_BUCKETS = (0, 1, 2, 3, 4, 8)
-
-_INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
-_NUMBERS = ("bool", *_INTEGERS, "float32", "bfloat16", "float16", "float64")
 
 
 class Slices(Mapping[str, Array]):
@@ -80,10 +78,10 @@ class Slices(Mapping[str, Array]):
         """Every pair of two families, or this family where a mask (broadcast) is not 0."""
         xp = namespace(self.ids)
         if not isinstance(other, Slices):
-            mask = _arrays(slices=self.ids, mask=other)["mask"]
+            mask = as_arrays(slices=self.ids, mask=other)["mask"]
             return Slices(xp.where(mask != 0, self.ids, -1), self.names)
         names = [f"{mine}__{theirs}" for mine, theirs in itertools.product(self.names, other.names)]
-        arrays = _arrays(slices=self.ids, other=other.ids)
+        arrays = as_arrays(slices=self.ids, other=other.ids)
         mine = _small(arrays["slices"], len(names))
         theirs = _small(arrays["other"], len(names))
         inside = (mine >= 0) & (theirs >= 0)
@@ -190,7 +188,7 @@ def tool_slices(
     Raises:
         ValueError: shapes or devices that do not fit, or arguments that exclude each other.
     """
-    run = _trajectory(model_mask, tool_mask, response_mask, cu_seqlens, position_ids)
+    run = trajectory(model_mask, tool_mask, response_mask, cu_seqlens, position_ids)
     xp = namespace(run.model)
     if run.tool is None:
         turn = run.turns()
@@ -221,11 +219,11 @@ def tool_call_slices(
     Raises:
         ValueError: as :func:`tool_slices`.
     """
-    run = _trajectory(model_mask, tool_mask, response_mask, cu_seqlens, position_ids)
+    run = trajectory(model_mask, tool_mask, response_mask, cu_seqlens, position_ids)
     xp = namespace(run.model)
     if call_mask is not None:
-        arrays = _arrays(model_mask=run.model, call_mask=call_mask)
-        calls = _broadcast_to(arrays, "call_mask", "model_mask") != 0
+        arrays = as_arrays(model_mask=run.model, call_mask=call_mask)
+        calls = broadcast_to(arrays, "call_mask", "model_mask") != 0
     else:
         passed = run.turns() if run.tool is None else run.sequences.count_through(run.tool)
         calls = run.sequences.last_of(passed) > passed
@@ -253,7 +251,7 @@ def turn_slices(
     Raises:
         ValueError: as :func:`tool_slices`, or buckets that do not ascend.
     """
-    run = _trajectory(model_mask, tool_mask, response_mask, cu_seqlens, position_ids)
+    run = trajectory(model_mask, tool_mask, response_mask, cu_seqlens, position_ids)
     return _bucketed("turn", run.turns(), run.model, buckets)
 
 
@@ -278,7 +276,7 @@ def position_slices(
     Raises:
         ValueError: first or last below 1, buckets that do not ascend, or shapes and devices that do not fit.
     """
-    run = _trajectory(model_mask, None, None, cu_seqlens, position_ids)
+    run = trajectory(model_mask, None, None, cu_seqlens, position_ids)
     xp = namespace(run.model)
     through = run.sequences.count_through(run.model)
     if buckets is not None:
@@ -317,7 +315,7 @@ def staleness_slices(
         ValueError: buckets that do not ascend, shapes or devices that do not fit, or only one of cu_seqlens and
             n_tokens.
     """
-    version = _as_integers("versions", _spread("versions", versions, cu_seqlens, n_tokens))
+    version = _as_integers("versions", spread("versions", versions, cu_seqlens, n_tokens))
     xp = namespace(version)
     age = current_version - version
     return _bucketed("stale", xp.clip(age, 0, None), version >= 0, buckets)
@@ -333,7 +331,7 @@ def advantage_sign_slices(advantages: Any, *, cu_seqlens: Any = None, n_tokens: 
     Raises:
         ValueError: shapes or devices that do not fit, or only one of cu_seqlens and n_tokens.
     """
-    advantage = _spread("advantages", advantages, cu_seqlens, n_tokens, outside=float("nan"))
+    advantage = spread("advantages", advantages, cu_seqlens, n_tokens, outside=float("nan"))
     xp = namespace(advantage)
     kind = xp.where(advantage > 0, 0, xp.where(advantage == 0, 1, xp.where(advantage < 0, 2, -1)))
     return Slices(_small(kind, 3), ("adv_positive", "adv_zero", "adv_negative"))
@@ -368,144 +366,13 @@ def group_slices(
         codes = list(range(len(known)))
         position = dict(zip(known, codes, strict=True))
         host = np.array([position.get(one, len(known)) for one in ids], np.int64)
-        ids = _to_device(host if cu_seqlens is not None else host[:, None], device)
-    value = _as_integers("ids", _spread("ids", ids, cu_seqlens, n_tokens))
+        ids = to_device(host if cu_seqlens is not None else host[:, None], device)
+    value = _as_integers("ids", spread("ids", ids, cu_seqlens, n_tokens))
     xp = namespace(value)
     index = xp.where(value >= 0, -1 if other is None else len(known), -1)
     for place, code in enumerate(codes):
         index = xp.where(value == code, place, index)
     return Slices(_small(index, len(known) + 1), known if other is None else (*known, other))
-
-
-class _Sequences(NamedTuple):
-    """Where the sequence of each token begins and ends on the last axis; None where every row is one sequence."""
-
-    first: Array | None
-    last: Array | None
-
-    def count_through(self, flag: Array) -> Array:
-        """Tokens with ``flag`` from the first of the own sequence to this one, included: int64."""
-        through = namespace(flag).cumsum(flag, -1)
-        if self.first is None:
-            return through
-        return through - _take(through - flag * 1, self.first)
-
-    def last_of(self, values: Array) -> Array:
-        """The value at the last token of the own sequence."""
-        return values[..., -1:] if self.last is None else _take(values, self.last)
-
-    def previous(self, flag: Array) -> tuple[Array, Array]:
-        """Index of the nearest earlier token with ``flag``, and whether it is in the own sequence."""
-        xp = namespace(flag)
-        index = _arange_like(flag)
-        latest = _running_max(xp.where(flag, index + 1, 0))
-        before = xp.concatenate((xp.zeros_like(latest[..., :1]), latest[..., :-1]), -1) - 1
-        return xp.clip(before, 0, None), before >= (0 if self.first is None else self.first)
-
-
-class _Trajectory(NamedTuple):
-    """Whose tokens they are, and in which sequence."""
-
-    model: Array  # bool
-    tool: Array | None  # bool; None where tool results are holes of model
-    sequences: _Sequences
-
-    def turns(self) -> Array:
-        """The model's turn, from 0, at its tokens; elsewhere that of its latest token, -1 before the first: int64."""
-        xp = namespace(self.model)
-        apart = xp.cumsum(~self.model if self.tool is None else self.tool, -1)
-        before, found = self.sequences.previous(self.model)
-        begins = self.model & (~found | (apart > _take(apart, before)))
-        return self.sequences.count_through(begins) - 1
-
-
-def _trajectory(model_mask: Any, tool_mask: Any, response_mask: Any, cu_seqlens: Any, position_ids: Any) -> _Trajectory:
-    if tool_mask is not None and response_mask is not None:
-        raise ValueError("tool_mask and response_mask exclude each other: give the one that marks tool results")
-    if cu_seqlens is not None and position_ids is not None:
-        raise ValueError("cu_seqlens and position_ids exclude each other: give one of them")
-    given = {"model_mask": model_mask, "tool_mask": tool_mask, "response_mask": response_mask}
-    given["position_ids"] = position_ids
-    arrays = _arrays(**{name: value for name, value in given.items() if value is not None})
-    model = arrays["model_mask"] != 0
-    if model.ndim == 0:
-        raise ValueError("model_mask must have sequences along its last axis, got a 0-d array")
-    tool = None
-    if tool_mask is not None:
-        tool = _broadcast_to(arrays, "tool_mask", "model_mask") != 0
-        model = model & ~tool
-    if response_mask is not None:
-        response = _broadcast_to(arrays, "response_mask", "model_mask") != 0
-        model, tool = model & response, response & ~model
-    if position_ids is not None:
-        return _Trajectory(model, tool, _bounds(_broadcast_to(arrays, "position_ids", "model_mask") == 0))
-    if cu_seqlens is not None:
-        return _Trajectory(model, tool, _bounds(_starts(cu_seqlens, model)))
-    return _Trajectory(model, tool, _Sequences(None, None))
-
-
-def _starts(cu_seqlens: Any, model: Array) -> Array:
-    """Bool of model's shape: the boundaries; those beyond the tokens (all empty sequences at the end) drop out."""
-    n = model.shape[-1]
-    if tuple(model.shape) not in ((n,), (1, n)):
-        raise ValueError(f"cu_seqlens needs a packed mask of shape [N] or [1, N], got {tuple(model.shape)}")
-    xp = namespace(model)
-    flags = xp.zeros_like(model, shape=(n + 1,)) if xp is np else model.new_zeros(n + 1)
-    flags[xp.clip(_boundaries(cu_seqlens, model), 0, n)] = True
-    return flags[:n].reshape(model.shape)
-
-
-def _boundaries(cu_seqlens: Any, like: Array) -> Array:
-    """cu_seqlens as int64 on the device of ``like``; a host list is uploaded."""
-    if isinstance(cu_seqlens, (list, tuple)):
-        cu_seqlens = _to_device(np.asarray(cu_seqlens, np.int64), device_of(like))
-    arrays = _arrays(tokens=like, cu_seqlens=cu_seqlens)
-    _check_dtype("cu_seqlens", arrays["cu_seqlens"], _INTEGERS)
-    xp = namespace(like)
-    return xp.asarray(arrays["cu_seqlens"], dtype=xp.int64)
-
-
-def _bounds(starts: Array) -> _Sequences:
-    xp = namespace(starts)
-    index = _arange_like(starts)
-    back = xp.flip(index, (-1,))
-    starts = starts | (index == 0)
-    ends = xp.concatenate((starts[..., 1:], xp.ones_like(starts[..., :1])), -1)
-    first = _running_max(xp.where(starts, index, 0))
-    from_end = xp.flip(_running_max(xp.flip(xp.where(ends, back, 0), (-1,))), (-1,))
-    return _Sequences(first, starts.shape[-1] - 1 - from_end)
-
-
-def _spread(name: str, values: Any, cu_seqlens: Any, n_tokens: int | None, outside: float = -1) -> Array:
-    """values (..., K) of the segments between cu_seqlens (..., K + 1), at each of n_tokens (..., n_tokens)."""
-    array = _arrays(**{name: values})[name]
-    if (cu_seqlens is None) != (n_tokens is None):
-        raise ValueError("cu_seqlens and n_tokens go together: the boundaries and the number of tokens they divide")
-    if cu_seqlens is None or n_tokens is None:
-        return array
-    xp = namespace(array)
-    boundaries = _boundaries(cu_seqlens, array)
-    segments = array.shape[-1] if array.ndim else 0
-    rows = tuple(array.shape[:-1])
-    if array.ndim == 0 or tuple(boundaries.shape) != (*rows, segments + 1):
-        raise ValueError(
-            f"cu_seqlens must have one boundary more than {name} of shape {tuple(array.shape)}, "
-            f"got {tuple(boundaries.shape)}"
-        )
-    shape = (*rows, n_tokens)
-    if segments == 0:
-        return xp.full(shape, outside) if xp is np else xp.full(shape, outside, device=array.device)
-    boundaries = xp.clip(boundaries.reshape(-1, segments + 1), 0, n_tokens)
-    row_count = boundaries.shape[0]
-    row = _arange(row_count, array)[:, None]
-    # one search for all rows: row r's tokens and boundaries are shifted by r n_tokens
-    ends = (boundaries[:, 1:] + row * n_tokens).reshape(-1)
-    token = _arange(row_count * n_tokens, array)
-    found = np.searchsorted(ends, token, side="right") if xp is np else xp.searchsorted(ends, token, right=True)
-    segment = found.reshape(row_count, n_tokens) - row * segments
-    inside = (segment < segments) & (token.reshape(row_count, n_tokens) >= boundaries[:, :1] + row * n_tokens)
-    flat = array.reshape(row_count, segments)
-    return xp.where(inside, _take(flat, xp.clip(segment, 0, segments - 1)), outside).reshape(shape)
 
 
 def _bucketed(stem: str, value: Array, member: Array, buckets: Sequence[int]) -> Slices:
@@ -529,23 +396,8 @@ def _small(ids: Array, names: int) -> Array:
     return xp.asarray(ids, dtype=xp.int8 if names < 127 else xp.int16 if names < 32767 else xp.int32)
 
 
-def _arrays(**given: Any) -> dict[str, Array]:
-    arrays = {name: _as_array(name, value) for name, value in given.items()}
-    for name, array in arrays.items():
-        _check_dtype(name, array, _NUMBERS)
-    return _on_common_ground(arrays)
-
-
-def _broadcast_to(arrays: dict[str, Array], name: str, like: str) -> Array:
-    shape = tuple(arrays[like].shape)
-    try:
-        return _broadcast(name, arrays[name], shape)
-    except ValueError:
-        raise ValueError(f"{name} must broadcast to {like}'s shape {shape}, got {tuple(arrays[name].shape)}") from None
-
-
 def _as_integers(name: str, array: Array) -> Array:
-    _check_dtype(name, array, _INTEGERS)
+    _check_dtype(name, array, INTEGERS)
     xp = namespace(array)
     return xp.asarray(array, dtype=xp.int64)
 
@@ -554,32 +406,3 @@ def _is_strings(ids: Any) -> bool:
     if isinstance(ids, np.ndarray):
         return ids.dtype.kind in "UO"
     return isinstance(ids, (list, tuple)) and all(isinstance(one, str) for one in ids)
-
-
-def _to_device(host: Array, device: Any) -> Array:
-    if device is None:
-        return host
-    import torch
-
-    return torch.from_numpy(host).to(device, non_blocking=True)
-
-
-def _take(values: Array, index: Array) -> Array:
-    xp = namespace(values)
-    return xp.take_along_axis(values, index, -1) if xp is np else xp.gather(values, -1, index)
-
-
-def _running_max(values: Array) -> Array:
-    if namespace(values) is np:
-        return np.maximum.accumulate(values, axis=-1)
-    return values.cummax(-1).values
-
-
-def _arange(n: int, like: Array) -> Array:
-    xp = namespace(like)
-    return np.arange(n) if xp is np else xp.arange(n, device=like.device)
-
-
-def _arange_like(values: Array) -> Array:
-    """0, 1, 2, ... along the last axis, of values' shape."""
-    return _broadcast("index", _arange(values.shape[-1], values), tuple(values.shape))

@@ -37,7 +37,9 @@ def array(kind: str, values: Any, dtype: Any = None) -> Any:
 
 def samples(rng: np.random.Generator) -> np.ndarray:
     n = 5_000
-    x = rng.choice([rng.normal(3.0, 2.0, n), rng.lognormal(6.0, 2.0, n), -rng.exponential(1e-3, n)], axis=0)
+    x = np.choose(
+        rng.integers(0, 3, n), [rng.normal(3.0, 2.0, n), rng.lognormal(6.0, 2.0, n), -rng.exponential(1e-3, n)]
+    )
     x[rng.random(n) < 0.1] = 0.0
     return x.astype(np.float32)
 

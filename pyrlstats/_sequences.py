@@ -1,0 +1,188 @@
+"""Where sequences begin and end, in rows and in packed batches: running counts that stay inside a sequence."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pyrlstats._inputs import _as_array, _broadcast, _check_dtype, _on_common_ground, device_of
+from pyrlstats.state import Array, namespace
+
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+_NUMBERS = ("bool", *INTEGERS, "float32", "bfloat16", "float16", "float64")
+
+
+class Sequences(NamedTuple):
+    """Where the sequence of each token begins and ends on the last axis; None where every row is one sequence."""
+
+    first: Array | None
+    last: Array | None
+
+    def count_through(self, flag: Array) -> Array:
+        """Tokens with ``flag`` from the first of the own sequence to this one, included: int64."""
+        through = namespace(flag).cumsum(flag, -1)
+        if self.first is None:
+            return through
+        return through - _take(through - flag * 1, self.first)
+
+    def last_of(self, values: Array) -> Array:
+        """The value at the last token of the own sequence."""
+        return values[..., -1:] if self.last is None else _take(values, self.last)
+
+    def previous(self, flag: Array) -> tuple[Array, Array]:
+        """Index of the nearest earlier token with ``flag``, and whether it is in the own sequence."""
+        xp = namespace(flag)
+        index = _arange_like(flag)
+        latest = _running_max(xp.where(flag, index + 1, 0))
+        before = xp.concatenate((xp.zeros_like(latest[..., :1]), latest[..., :-1]), -1) - 1
+        return xp.clip(before, 0, None), before >= (0 if self.first is None else self.first)
+
+
+class Trajectory(NamedTuple):
+    """Whose tokens they are, and in which sequence."""
+
+    model: Array  # bool
+    tool: Array | None  # bool; None where tool results are holes of model
+    sequences: Sequences
+
+    def turns(self) -> Array:
+        """The model's turn, from 0, at its tokens; elsewhere that of its latest token, -1 before the first: int64."""
+        xp = namespace(self.model)
+        apart = xp.cumsum(~self.model if self.tool is None else self.tool, -1)
+        before, found = self.sequences.previous(self.model)
+        begins = self.model & (~found | (apart > _take(apart, before)))
+        return self.sequences.count_through(begins) - 1
+
+
+def trajectory(model_mask: Any, tool_mask: Any, response_mask: Any, cu_seqlens: Any, position_ids: Any) -> Trajectory:
+    if tool_mask is not None and response_mask is not None:
+        raise ValueError("tool_mask and response_mask exclude each other: give the one that marks tool results")
+    if cu_seqlens is not None and position_ids is not None:
+        raise ValueError("cu_seqlens and position_ids exclude each other: give one of them")
+    given = {"model_mask": model_mask, "tool_mask": tool_mask, "response_mask": response_mask}
+    given["position_ids"] = position_ids
+    arrays = as_arrays(**{name: value for name, value in given.items() if value is not None})
+    model = arrays["model_mask"] != 0
+    if model.ndim == 0:
+        raise ValueError("model_mask must have sequences along its last axis, got a 0-d array")
+    tool = None
+    if tool_mask is not None:
+        tool = broadcast_to(arrays, "tool_mask", "model_mask") != 0
+        model = model & ~tool
+    if response_mask is not None:
+        response = broadcast_to(arrays, "response_mask", "model_mask") != 0
+        model, tool = model & response, response & ~model
+    if position_ids is not None:
+        return Trajectory(model, tool, _bounds(broadcast_to(arrays, "position_ids", "model_mask") == 0))
+    if cu_seqlens is not None:
+        return Trajectory(model, tool, _bounds(_starts(cu_seqlens, model)))
+    return Trajectory(model, tool, Sequences(None, None))
+
+
+def _starts(cu_seqlens: Any, model: Array) -> Array:
+    """Bool of model's shape: the boundaries; those beyond the tokens (all empty sequences at the end) drop out."""
+    n = model.shape[-1]
+    if tuple(model.shape) not in ((n,), (1, n)):
+        raise ValueError(f"cu_seqlens needs a packed mask of shape [N] or [1, N], got {tuple(model.shape)}")
+    xp = namespace(model)
+    flags = xp.zeros_like(model, shape=(n + 1,)) if xp is np else model.new_zeros(n + 1)
+    flags[xp.clip(_boundaries(cu_seqlens, model), 0, n)] = True
+    return flags[:n].reshape(model.shape)
+
+
+def _boundaries(cu_seqlens: Any, like: Array) -> Array:
+    """cu_seqlens as int64 on the device of ``like``; a host list is uploaded."""
+    if isinstance(cu_seqlens, (list, tuple)):
+        cu_seqlens = to_device(np.asarray(cu_seqlens, np.int64), device_of(like))
+    arrays = as_arrays(tokens=like, cu_seqlens=cu_seqlens)
+    _check_dtype("cu_seqlens", arrays["cu_seqlens"], INTEGERS)
+    xp = namespace(like)
+    return xp.asarray(arrays["cu_seqlens"], dtype=xp.int64)
+
+
+def _bounds(starts: Array) -> Sequences:
+    xp = namespace(starts)
+    index = _arange_like(starts)
+    back = xp.flip(index, (-1,))
+    starts = starts | (index == 0)
+    ends = xp.concatenate((starts[..., 1:], xp.ones_like(starts[..., :1])), -1)
+    first = _running_max(xp.where(starts, index, 0))
+    from_end = xp.flip(_running_max(xp.flip(xp.where(ends, back, 0), (-1,))), (-1,))
+    return Sequences(first, starts.shape[-1] - 1 - from_end)
+
+
+def spread(name: str, values: Any, cu_seqlens: Any, n_tokens: int | None, outside: float = -1) -> Array:
+    """values (..., K) of the segments between cu_seqlens (..., K + 1), at each of n_tokens (..., n_tokens)."""
+    array = as_arrays(**{name: values})[name]
+    if (cu_seqlens is None) != (n_tokens is None):
+        raise ValueError("cu_seqlens and n_tokens go together: the boundaries and the number of tokens they divide")
+    if cu_seqlens is None or n_tokens is None:
+        return array
+    xp = namespace(array)
+    boundaries = _boundaries(cu_seqlens, array)
+    segments = array.shape[-1] if array.ndim else 0
+    rows = tuple(array.shape[:-1])
+    if array.ndim == 0 or tuple(boundaries.shape) != (*rows, segments + 1):
+        raise ValueError(
+            f"cu_seqlens must have one boundary more than {name} of shape {tuple(array.shape)}, "
+            f"got {tuple(boundaries.shape)}"
+        )
+    shape = (*rows, n_tokens)
+    if segments == 0:
+        return xp.full(shape, outside) if xp is np else xp.full(shape, outside, device=array.device)
+    boundaries = xp.clip(boundaries.reshape(-1, segments + 1), 0, n_tokens)
+    row_count = boundaries.shape[0]
+    row = _arange(row_count, array)[:, None]
+    # one search for all rows: row r's tokens and boundaries are shifted by r n_tokens
+    ends = (boundaries[:, 1:] + row * n_tokens).reshape(-1)
+    token = _arange(row_count * n_tokens, array)
+    found = np.searchsorted(ends, token, side="right") if xp is np else xp.searchsorted(ends, token, right=True)
+    segment = found.reshape(row_count, n_tokens) - row * segments
+    inside = (segment < segments) & (token.reshape(row_count, n_tokens) >= boundaries[:, :1] + row * n_tokens)
+    flat = array.reshape(row_count, segments)
+    return xp.where(inside, _take(flat, xp.clip(segment, 0, segments - 1)), outside).reshape(shape)
+
+
+def as_arrays(**given: Any) -> dict[str, Array]:
+    arrays = {name: _as_array(name, value) for name, value in given.items()}
+    for name, array in arrays.items():
+        _check_dtype(name, array, _NUMBERS)
+    return _on_common_ground(arrays)
+
+
+def broadcast_to(arrays: dict[str, Array], name: str, like: str) -> Array:
+    shape = tuple(arrays[like].shape)
+    try:
+        return _broadcast(name, arrays[name], shape)
+    except ValueError:
+        raise ValueError(f"{name} must broadcast to {like}'s shape {shape}, got {tuple(arrays[name].shape)}") from None
+
+
+def to_device(host: Array, device: Any) -> Array:
+    if device is None:
+        return host
+    import torch
+
+    return torch.from_numpy(host).to(device, non_blocking=True)
+
+
+def _take(values: Array, index: Array) -> Array:
+    xp = namespace(values)
+    return xp.take_along_axis(values, index, -1) if xp is np else xp.gather(values, -1, index)
+
+
+def _running_max(values: Array) -> Array:
+    if namespace(values) is np:
+        return np.maximum.accumulate(values, axis=-1)
+    return values.cummax(-1).values
+
+
+def _arange(n: int, like: Array) -> Array:
+    xp = namespace(like)
+    return np.arange(n) if xp is np else xp.arange(n, device=like.device)
+
+
+def _arange_like(values: Array) -> Array:
+    """0, 1, 2, ... along the last axis, of values' shape."""
+    return _broadcast("index", _arange(values.shape[-1], values), tuple(values.shape))

@@ -1,0 +1,109 @@
+"""How far a quantile can be trusted: confidence intervals from the counts, and a flag for tails with too few tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import NormalDist
+from typing import NamedTuple
+
+from pyrlstats import quantiles as _quantiles
+from pyrlstats.quantiles import Numbers, _abs_cells, _Cells, _on_device_of, _probabilities, _signed_cells
+from pyrlstats.slice_stats import SliceStats, SliceView
+from pyrlstats.state import Array, State, namespace
+from pyrlstats.values import ValueStats, ValueView
+
+RELIABLE_TOKENS = 10.0
+
+Stats = SliceStats | ValueStats | SliceView | ValueView | State
+
+
+class QuantileInterval(NamedTuple):
+    """A quantile with its sampling uncertainty; (S,) or (S, len(q)) each, in the unit of x.
+
+    Attributes:
+        estimate: what ``quantile`` gives.
+        lo, hi: certified to hold the order statistics of the interval's two ranks.
+        reliable: bool, n min(q, 1 - q) >= 10. Where False the tail holds too few tokens: the quantile is hardly
+            more than the extreme token, and the interval, cut to [min, max], covers less than it says.
+    """
+
+    estimate: Array
+    lo: Array
+    hi: Array
+    reliable: Array
+
+
+def quantile_interval(stats: Stats, q: Numbers, confidence: float = 0.95) -> QuantileInterval:
+    """Confidence interval of quantiles of x from the counts alone, whatever the distribution.
+
+    The number of tokens below the true quantile is binomial: the order statistics of ranks
+    n q -+ z sqrt(n q (1 - q)), rounded outwards, enclose it. NaN for a slice without finite tokens.
+
+    Args:
+        stats: of S slices, or one slice's view.
+        q: a number or a sequence in [0, 1].
+        confidence: two-sided, of independent tokens.
+
+    Raises:
+        ValueError: a q outside [0, 1], or confidence outside (0, 1).
+
+    Source:
+        Hahn, Meeker (1991), Statistical Intervals, distribution-free intervals for a percentile.
+    """
+    return _interval(_signed_cells(state_of(stats)), q, confidence)
+
+
+def abs_quantile_interval(stats: Stats, q: Numbers, confidence: float = 0.95) -> QuantileInterval:
+    """As :func:`quantile_interval`, of abs(x)."""
+    return _interval(_abs_cells(state_of(stats)), q, confidence)
+
+
+def _interval(cells: _Cells, q: Numbers, confidence: float) -> QuantileInterval:
+    if not 0.0 < confidence < 1.0:
+        raise ValueError(f"confidence must satisfy 0 < confidence < 1, got {confidence}")
+    values, scalar = _probabilities(q)
+    xp = namespace(cells.counts)
+    z = NormalDist().inv_cdf((1.0 + confidence) / 2.0)
+    cumulative = xp.cumsum(cells.counts, -1)
+    n = as_floats(cumulative[:, -1:])
+    level = _on_device_of(n, values)[None, :]
+    centre, spread = n * level, z * xp.sqrt(n * level * (1.0 - level))
+    lo, _ = _rank_bounds(cells, cumulative, xp.floor(centre - spread))
+    _, hi = _rank_bounds(cells, cumulative, xp.ceil(centre + spread) + 1.0)
+    reliable = xp.minimum(centre, n - centre) >= RELIABLE_TOKENS
+    result = QuantileInterval(_quantiles._quantile(cells, values), lo, hi, reliable)
+    return QuantileInterval(*(column[:, 0] for column in result)) if scalar else result
+
+
+def _rank_bounds(cells: _Cells, cumulative: Array, rank: Array) -> tuple[Array, Array]:
+    """Certified (lo, hi) of the order statistics of ranks (S, Q), cut to 1 and n."""
+    xp = namespace(cumulative)
+    n = cumulative[:, -1:]
+    rank = xp.minimum(xp.clip(xp.asarray(rank, dtype=xp.int64), 1, None), xp.clip(n, 1, None))
+    cell = (cumulative[:, None, :] < rank[:, :, None]).sum(-1)
+    cell = xp.clip(cell, 0, cumulative.shape[-1] - 1)
+    edges = _on_device_of(n, cells.edges)
+    lo = xp.clip(edges[cell], cells.lowest, cells.highest)
+    hi = xp.clip(edges[cell + 1], cells.lowest, cells.highest)
+    return xp.where(rank == n, cells.highest, lo), hi
+
+
+def state_of(stats: Stats) -> State:
+    """The state of S slices, or that of the one slice of a view."""
+    if isinstance(stats, State):
+        return stats
+    if isinstance(stats, (SliceStats, ValueStats)):
+        return stats.state
+    if isinstance(stats, (SliceView, ValueView)):
+        state = stats._stats.state
+        xp = namespace(state.buffer)
+        rows = [getattr(state, field)[stats._index] for field in ("counts", "histogram", "sums", "maxima")]
+        buffer = xp.concatenate([row if row.dtype == xp.int64 else row.view(xp.int64) for row in rows])
+        return replace(state, names=(state.names[stats._index],), buffer=buffer)
+    raise TypeError(f"SliceStats, ValueStats, one slice of them or a State are needed, got {type(stats).__name__}")
+
+
+def as_floats(counts: Array) -> Array:
+    """float64; left to itself, torch divides integers in float32."""
+    xp = namespace(counts)
+    return xp.asarray(counts, dtype=xp.float64)
