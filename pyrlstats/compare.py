@@ -29,6 +29,10 @@ from pyrlstats.stats import n_finite
 
 KS_FLOOR = 1.358  # 5 % point of the Kolmogorov distribution
 
+# k tokens of a bin, of which f go to one side, and the number of ways to choose them
+_DEALT = 16
+_DEALS = np.array([(k, f, math.comb(k, f)) for k in range(_DEALT + 1) for f in range(_DEALT + 1)], np.float64).T
+
 
 class TailRatio(NamedTuple):
     """How many times more tokens lie in the tail than in the baseline's; (S,) each.
@@ -256,14 +260,15 @@ def jensen_shannon(stats: Stats, baseline: Stats, *, mantissa_bits: int | None =
     """Jensen-Shannon divergence of the two histograms, nats, (S,): from 0 to log 2.
 
     Two samples of one distribution already differ: the plug-in value is too large by about
-    (bins - 1) / 8 (1/n + 1/m). ``corrected`` subtracts the bias, so that values near 0 can be negative and average
-    to 0; coarse bins keep the remaining noise small.
+    (bins - 1) / 8 (1/n + 1/m). ``corrected`` subtracts what would be expected if the tokens of each bin had been dealt
+    to the two sides at random, so that values near 0 can be negative and average to 0. Coarse bins keep the noise
+    that remains small.
 
     Args:
         stats, baseline: of S slices, or views of one slice each.
         mantissa_bits: 2^mantissa_bits bins an octave and sign, which nest in the layout's exactly; None, or more
             than the layout has, takes the layout's.
-        corrected: subtract the first-order bias (Miller, Madow), each occupied bin's own.
+        corrected: subtract the expectation under equal distributions, given the tokens in each bin.
 
     Returns:
         NaN where a slice has no finite tokens.
@@ -272,13 +277,12 @@ def jensen_shannon(stats: Stats, baseline: Stats, *, mantissa_bits: int | None =
         ValueError: mantissa_bits below 0, or states that cannot be compared.
 
     Source:
-        Lin (1991); Miller (1955) for the bias of an entropy.
+        Lin (1991), Divergence measures based on the Shannon entropy.
     """
     one, two = _pair(stats, baseline)
     if mantissa_bits is not None and mantissa_bits < 0:
         raise ValueError(f"mantissa_bits must be at least 0, got {mantissa_bits}")
     merged = 0 if mantissa_bits is None else max(one.layout.mantissa_bits - mantissa_bits, 0)
-    xp = namespace(one.buffer)
     with np.errstate(all="ignore"):
         f_counts, g_counts = _coarse(one, merged), _coarse(two, merged)
         p, q = _shares(f_counts), _shares(g_counts)
@@ -286,11 +290,28 @@ def jensen_shannon(stats: Stats, baseline: Stats, *, mantissa_bits: int | None =
         divergence = (_plogp(p, m) + _plogp(q, m)).sum(-1) / 2.0
         if not corrected:
             return divergence
-        per_f, per_g = (1.0 / as_floats(counts.sum(-1))[:, None] for counts in (f_counts, g_counts))
-        own = xp.where(f_counts > 0, per_f, 0.0) + xp.where(g_counts > 0, per_g, 0.0)
-        mixed = (p * per_f + q * per_g) / xp.where(m > 0, m, 1.0)
-        bias = own.sum(-1) / 4.0 - mixed.sum(-1) / 8.0 - (per_f + per_g)[:, 0] / 8.0
-        return divergence - bias
+        return divergence - _chance(f_counts + g_counts, f_counts.sum(-1), g_counts.sum(-1))
+
+
+def _chance(together: Array, n: Array, m: Array) -> Array:
+    """Expected plug-in divergence (S,) if the ``together`` tokens (S, B) of each bin were dealt at random.
+
+    Exact for bins of few tokens; from _DEALT on the excess over (1/n + 1/m) / 8, the limit of full bins, falls as
+    one over the tokens. One bin less counts, because the dealt tokens must add up to n.
+    """
+    xp = namespace(together)
+    n, m = as_floats(n)[:, None], as_floats(m)[:, None]
+    k, f, ways = (_on_device_of(together, column) for column in _DEALS)
+    share = n / (n + m)
+    p, q = f / n, xp.clip(k - f, 0.0, None) / m
+    middle = (p + q) / 2.0
+    chance = ways * share**f * (1.0 - share) ** xp.clip(k - f, 0.0, None)
+    dealt = (chance * (_plogp(p, middle) + _plogp(q, middle)) / 2.0).reshape(-1, _DEALT + 1, _DEALT + 1).sum(-1)
+    full = (1.0 / n + 1.0 / m) / 8.0
+    few = xp.clip(together, 0, _DEALT)
+    fade = as_floats(few) / xp.where(together > 0, as_floats(together), 1.0)
+    expected = xp.where(together > 0, full + (_take(dealt, few) - full) * fade, 0.0)
+    return expected.sum(-1) - full[:, 0]
 
 
 def _coarse(state: State, merged: int) -> Array:
