@@ -36,8 +36,7 @@ def scale_exponent(max_x: Array) -> Array:
     The same bits on every backend: one IEEE multiplication and a floor.
     """
     xp = namespace(max_x)
-    finite = xp.where(xp.isfinite(max_x), max_x, 0.0)
-    return xp.floor(finite * LOG2E)
+    return xp.floor(xp.nan_to_num(max_x, nan=0.0, posinf=0.0, neginf=0.0) * LOG2E)
 
 
 def power_of_two(exponent: Array) -> Array:
@@ -91,8 +90,9 @@ def scale_far_weights_(sums: Array, up: Array) -> None:
     Merging never raises a scale, except that of an empty state, which has no far weights: up > 0 counts as 0.
     """
     factor = power_of_two(namespace(up).clip(up, None, 0.0))
-    sums[:, SUMS.index("far_w")] *= factor
-    sums[:, SUMS.index("far_w2")] *= factor * factor
+    far_w, far_w2 = (sums[:, SUMS.index(name)] for name in ("far_w", "far_w2"))
+    far_w *= factor
+    far_w2 *= factor * factor
 
 
 def words_of(slices: int, layout: Layout) -> int:
@@ -172,7 +172,7 @@ class State:
         highest, lowest = host.maximum("max_x"), -host.maximum("neg_min_x")
         extrema_fit = np.where(
             finite > 0,
-            (-_MAX_FLOAT32 <= lowest) & (lowest <= highest) & (highest <= _MAX_FLOAT32),
+            (lowest >= -_MAX_FLOAT32) & (lowest <= highest) & (highest <= _MAX_FLOAT32),
             (highest == -np.inf) & (lowest == np.inf),
         )
         if (

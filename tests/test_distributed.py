@@ -1,0 +1,272 @@
+"""Reductions over real processes (gloo): the same as one pass over all tokens, or the same error everywhere."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import pyrlstats
+from pyrlstats import SliceAccumulator, SliceStats
+from pyrlstats.layout import MAXIMA, SUMS
+from pyrlstats.state import State
+
+sys.path.insert(0, str(Path(__file__).parent / "distributed_workers"))  # the processes get it too
+ranks: Any = __import__("ranks")
+
+World = Callable[..., list[Any]]
+KINDS = {
+    1: ["plain"],
+    2: ["not finite", "empty"],
+    3: ["plain", "huge", "tiny"],
+    8: ["uneven", "empty", "not finite", "huge", "tiny", "masked", "one", "plain"],
+}
+
+
+@pytest.fixture(scope="module")
+def context() -> Any:
+    """Processes forked from one that has everything imported: a start takes milliseconds, not seconds."""
+    forkserver = multiprocessing.get_context("forkserver")
+    forkserver.set_forkserver_preload(
+        ["__main__", "torch", "torch.distributed", "torch.utils._python_dispatch", "pyrlstats.distributed"]
+    )
+    return forkserver
+
+
+@pytest.fixture
+def run_world(context: Any, tmp_path: Path) -> World:
+    def run(size: int, function: str, *arguments: Any, timeout: float = 20.0, limit: float = 40.0) -> list[Any]:
+        """The result of every rank; None of one that died. Fails when they take longer than ``limit`` seconds."""
+        init_file = tmp_path / f"world_{time.monotonic_ns()}"
+        ends, processes = [], []
+        for rank in range(size):
+            mine, theirs = context.Pipe()
+            process = context.Process(
+                target=ranks.run_rank, args=(theirs, function, rank, size, str(init_file), timeout, arguments)
+            )
+            process.start()
+            theirs.close()
+            ends.append(mine)
+            processes.append(process)
+        deadline = time.monotonic() + limit
+        results: list[Any] = []
+        try:
+            for rank, end in enumerate(ends):
+                assert end.poll(max(deadline - time.monotonic(), 0.0)), f"rank {rank} hangs"
+                try:
+                    ok, value = end.recv()
+                except (EOFError, ConnectionResetError):
+                    ok, value = True, None
+                assert ok, f"rank {rank}: {value}"
+                results.append(value)
+        finally:
+            for process, end in zip(processes, ends, strict=True):
+                try:
+                    end.send("done")
+                except OSError:
+                    process.kill()
+                end.close()
+            for process in processes:
+                process.join(10.0)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+        return results
+
+    return run
+
+
+def union(parts: list[tuple[str, int]], absolute: bool = False) -> SliceStats:
+    """One pass over the tokens of all ranks."""
+    batches = [ranks.batch(kind, seed) for kind, seed in parts if kind != "empty"]
+    logp = torch.cat([logp for logp, _, _ in batches])
+    old_logp = torch.cat([old_logp for _, old_logp, _ in batches])
+    masks = {name: torch.cat([masks[name] for _, _, masks in batches]) for name in ranks.NAMES}
+    return pyrlstats.slice_stats(logp.abs() if absolute else logp, old_logp, masks)
+
+
+def assert_equal(got: SliceStats | bytes, wanted: SliceStats, magnitudes: SliceStats) -> None:
+    """Integers, extrema and quantiles to the bit, sums within 1e-12 of their magnitudes."""
+    stats = SliceStats.from_bytes(got) if isinstance(got, bytes) else got
+    state, expected, size = (s.state.to_host() for s in (stats, wanted, magnitudes))
+    np.testing.assert_array_equal(state.counts, expected.counts)
+    np.testing.assert_array_equal(state.histogram, expected.histogram)
+    np.testing.assert_array_equal(state.maxima, expected.maxima)
+    for index, name in enumerate(SUMS):
+        scale = size.sums[:, index] if name in ("near_x", "far_x", "near_excess") else np.abs(expected.sums[:, index])
+        with np.errstate(invalid="ignore"):  # inf - inf
+            near = np.abs(state.sums[:, index] - expected.sums[:, index]) <= bound(name) * scale
+        assert (near | (state.sums[:, index] == expected.sums[:, index])).all(), name
+    numbers, targets = stats.to_dict(), SliceStats(expected).to_dict()
+    for key, target in targets.items():
+        if "_p" in key or isinstance(target, int):
+            np.testing.assert_equal(numbers[key], target)
+
+
+def bound(name: str) -> float:
+    """Sums of near weights are made with fewer digits by the kernels: what merging adds to that is tested apart."""
+    return 1e-12 if name in ("near_x", "near_x2", "abs_x", "far_x", "far_x2") else 1e-6
+
+
+def assert_merged(got: bytes, states: list[SliceStats]) -> None:
+    """As merged one after the other: floats within 1e-12."""
+    state, expected = SliceStats.from_bytes(got).state, states[0].merge(states[1:]).state.to_host()
+    np.testing.assert_array_equal(state.counts, expected.counts)
+    np.testing.assert_array_equal(state.histogram, expected.histogram)
+    np.testing.assert_array_equal(state.maxima, expected.maxima)
+    scale = sum(np.abs(one.state.to_host().sums) for one in states)
+    with np.errstate(invalid="ignore"):
+        close = np.abs(state.sums - expected.sums) <= 1e-12 * scale
+    assert (close | (state.sums == expected.sums)).all()
+
+
+@pytest.mark.parametrize("size", list(KINDS))
+def test_all_reduce_is_one_pass_over_all_tokens(run_world: World, size: int) -> None:
+    kinds = KINDS[size]
+    results = run_world(size, "pool", kinds)
+    parts = list(zip(kinds, range(size), strict=True))
+    wanted, magnitudes = union(parts), union(parts, absolute=True)
+    for result in results:
+        assert result["first"] == results[0]["first"]
+        assert result["second"] == results[0]["second"]
+        assert_equal(result["first"], wanted, magnitudes)
+        assert_equal(result["second"], wanted, magnitudes)
+        update, all_reduce, reduce = result["again"]
+        assert update.startswith("RuntimeError: update after a reduction")
+        assert all_reduce == reduce
+        assert all_reduce.startswith("RuntimeError: this state is already reduced")
+    own = [SliceStats.from_bytes(result["own bytes"]) for result in results]
+    assert_merged(results[0]["first"], own)
+    # a driver without a process group
+    merged = own[0].merge(own[1:]).to_bytes()
+    pickled = [pickle.loads(result["own pickle"]) for result in results]
+    assert pickled[0].merge(pickled[1:]).to_bytes() == merged
+    dicts = [SliceStats.from_state_dict(pickle.loads(result["own state dict"])) for result in results]
+    assert dicts[0].merge(dicts[1:]).to_bytes() == merged
+    accumulators = [pickle.loads(result["own accumulator"]) for result in results]
+    assert sum(accumulators).compute().to_bytes() == merged
+    assert SliceAccumulator(ranks.NAMES).merge(accumulators).compute().to_bytes() == merged
+
+
+def test_far_weights_are_rescaled_exactly(run_world: World) -> None:
+    """x = 5000 on one rank and -300 on another: all of the weight is the former's, to the bit."""
+    result = run_world(3, "pool", ["huge", "tiny", "empty"])[0]
+    state = SliceStats.from_bytes(result["first"]).state
+    alone = ranks.filled("huge", 0).compute().state
+    for name in ("far_w", "far_w2"):
+        np.testing.assert_array_equal(state.sum(name)[:2], alone.sum(name)[:2].numpy())
+    stats = SliceStats.from_bytes(result["first"])["all"]
+    assert stats.ess == pytest.approx(len(range(0, 257, 5)), rel=1e-12)
+
+
+def test_a_mismatch_is_the_same_error_on_every_rank(run_world: World) -> None:
+    results = run_world(3, "disagree", timeout=10.0)
+    for field, text in results[0]["errors"].items():
+        assert all(result["errors"][field] == text for result in results)
+        assert text.startswith("ValueError: the ranks' accumulators differ: ")
+        kind = field if field in ("layout", "clip") else "names"
+        assert f"{kind} " in text
+        assert "on rank 0, 1;" in text
+        assert "on rank 2. " in text
+        assert ("layout Layout(mantissa_bits=5" in text) == (field == "layout")
+    parts = [("plain", rank) for rank in range(3)]
+    for result in results:
+        assert_equal(result["after"], union(parts), union(parts, absolute=True))
+
+
+def test_groups(run_world: World) -> None:
+    results = run_world(4, "groups")
+    for rank, result in enumerate(results):
+        group = [("plain", rank % 2), ("plain", rank % 2 + 2)]
+        everyone = [("plain", other) for other in range(4)]
+        assert_equal(result["part"], union(group), union(group, absolute=True))
+        receiver = group if rank >= 2 else [("plain", rank)]
+        assert_equal(result["to 2 or 3"], union(receiver), union(receiver, absolute=True))
+        assert_equal(result["world"], union(everyone), union(everyone, absolute=True))
+        assert_equal(result["again"], union(everyone), union(everyone, absolute=True))
+        assert result["handshakes again"] == 1
+        errors = result["errors"]
+        assert errors["outside"].startswith(f"ValueError: rank {rank} is not in this group")
+        assert errors["dst"].startswith("ValueError: dst must be a global rank of the group")
+        assert errors["no group"].startswith("RuntimeError: a reduction needs a process group")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_context_parallel_shards(run_world: World, size: int) -> None:
+    parts = [("uneven", 0)]
+    for result in run_world(size, "zigzag"):
+        assert_equal(result, union(parts), union(parts, absolute=True))
+
+
+@pytest.mark.parametrize("how", ["exit", "between the collectives", "sleep"])
+def test_a_rank_that_does_not_come_is_an_error_in_time(run_world: World, how: str) -> None:
+    timeout = 2.0
+    results = run_world(3, "die", how, timeout=timeout, limit=25.0)
+    for result in results[:2]:
+        assert result["error"].startswith(("RuntimeError", "DistBackendError", "DistNetworkError"))
+        assert result["seconds"] < timeout + 5.0
+
+
+def test_reduce_reaches_one_rank(run_world: World) -> None:
+    results = run_world(3, "reduce_to", 1)
+    parts = [("plain", rank) for rank in range(3)]
+    for rank, result in enumerate(results):
+        assert result["again"].startswith("RuntimeError: update after a reduction")
+        if rank == 1:
+            assert_equal(result["stats"], union(parts), union(parts, absolute=True))
+            assert_equal(result["async"], union(parts), union(parts, absolute=True))
+        else:
+            assert result["stats"] == result["own"]
+            assert result["async"] == result["own"]
+
+
+def test_asynchronous(run_world: World) -> None:
+    parts = [("plain", rank) for rank in range(2)]
+    for result in run_world(2, "asynchronous"):
+        assert result["update"].startswith("RuntimeError: update after a reduction")
+        assert result["reduce"].startswith("RuntimeError: this state is already reduced")
+        for call in ("merge", "pickle"):
+            assert result[call].startswith("RuntimeError: a reduction is under way")
+        assert result["own until waited for"]
+        assert_equal(result["stats"], union(parts), union(parts, absolute=True))
+        assert result["tokens after reset"] == result["tokens after waiting late"] == 0
+        assert_equal(result["next"], union(parts), union(parts, absolute=True))
+
+
+def test_one_max_and_one_sum(run_world: World) -> None:
+    slices = len(ranks.NAMES)
+    for result in run_world(2, "collectives"):
+        two = ["all_reduce MAX float64", "all_reduce SUM float64"]
+        assert result["first"]["collectives"] == ["all_reduce MAX int64", *two]
+        assert result["second"]["collectives"] == two
+        assert result["async"]["collectives"] == two
+        assert result["reduce"]["collectives"] == [two[0], "reduce SUM float64"]
+        for call in ("second", "async", "reduce"):
+            assert result[call]["syncs"] == 0
+            assert result[call]["largest allocation"] <= slices * len(SUMS)  # all else is kept
+            assert result[call]["kernels"] <= 20
+        words = State.empty(ranks.NAMES, pyrlstats.Layout(), (0.2, 0.2)).buffer.size
+        assert result["bytes"] == 8 * words
+        assert words == slices * (9 + 2048 + len(SUMS) + len(MAXIMA))
+
+
+def test_numpy_arrays_and_tensors_meet(run_world: World) -> None:
+    parts = [("plain", 0), ("plain", 1)]
+    results = run_world(3, "numpy_fed")
+    assert [result["kind"] for result in results] == ["ndarray", "Tensor", "Tensor"]
+    for result in results:
+        assert_equal(result["stats"], union(parts), union(parts, absolute=True))
+        assert result["tokens"] == 3 * 2 * 257
+
+
+def test_without_a_group() -> None:
+    with pytest.raises(RuntimeError, match=r"needs a process group: call torch.distributed.init_process_group first"):
+        SliceAccumulator(["all"]).all_reduce()
