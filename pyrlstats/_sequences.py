@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,30 +14,35 @@ INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uin
 _NUMBERS = ("bool", *INTEGERS, "float32", "bfloat16", "float16", "float64")
 
 
-class Sequences(NamedTuple):
-    """Where the sequence of each token begins and ends on the last axis; None where every row is one sequence."""
+class Sequences:
+    """Where sequences begin on the last axis.
 
-    first: Array | None
-    last: Array | None
+    Masks are used as factors rather than in ``where``, which costs torch ten times as much on a CPU.
+    """
+
+    def __init__(self, starts: Array | None = None) -> None:
+        self.starts = starts  # bool; None where every row is one sequence
 
     def count_through(self, flag: Array) -> Array:
         """Tokens with ``flag`` from the first of the own sequence to this one, included: int64."""
         through = namespace(flag).cumsum(flag, -1)
-        if self.first is None:
+        if self.starts is None:
             return through
-        return through - _take(through - flag * 1, self.first)
+        return through - _running_max((through - as_int8(flag)) * self.starts)
+
+    @cached_property
+    def last(self) -> Array:
+        """Index of the last token of the own sequence; only where ``starts`` are known."""
+        assert self.starts is not None
+        xp = namespace(self.starts)
+        n = self.starts.shape[-1]
+        ends = xp.concatenate((self.starts[..., 1:], xp.ones_like(self.starts[..., :1])), -1)
+        # from the right: ends lie where the reversed index starts anew
+        return n - 1 - xp.flip(_running_max(xp.flip(ends, (-1,)) * _arange(n, ends)), (-1,))
 
     def last_of(self, values: Array) -> Array:
-        """The value at the last token of the own sequence."""
-        return values[..., -1:] if self.last is None else _take(values, self.last)
-
-    def previous(self, flag: Array) -> tuple[Array, Array]:
-        """Index of the nearest earlier token with ``flag``, and whether it is in the own sequence."""
-        xp = namespace(flag)
-        index = _arange_like(flag)
-        latest = _running_max(xp.where(flag, index + 1, 0))
-        before = xp.concatenate((xp.zeros_like(latest[..., :1]), latest[..., :-1]), -1) - 1
-        return xp.clip(before, 0, None), before >= (0 if self.first is None else self.first)
+        """The value at the last token of the own sequence, in a shape that broadcasts."""
+        return values[..., -1:] if self.starts is None else _take(values, self.last)
 
 
 class Trajectory(NamedTuple):
@@ -48,10 +54,13 @@ class Trajectory(NamedTuple):
 
     def turns(self) -> Array:
         """The model's turn, from 0, at its tokens; elsewhere that of its latest token, -1 before the first: int64."""
-        xp = namespace(self.model)
-        apart = xp.cumsum(~self.model if self.tool is None else self.tool, -1)
-        before, found = self.sequences.previous(self.model)
-        begins = self.model & (~found | (apart > _take(apart, before)))
+        starts = self.sequences.starts
+        if self.tool is None:
+            goes_on = _shifted(self.model)
+            begins = self.model & ~(goes_on if starts is None else goes_on & ~starts)
+        else:
+            apart = namespace(self.tool).cumsum(self.tool if starts is None else self.tool | starts, -1) + 1
+            begins = self.model & (apart > _shifted(_running_max(apart * self.model)))
         return self.sequences.count_through(begins) - 1
 
 
@@ -74,10 +83,10 @@ def trajectory(model_mask: Any, tool_mask: Any, response_mask: Any, cu_seqlens: 
         response = broadcast_to(arrays, "response_mask", "model_mask") != 0
         model, tool = model & response, response & ~model
     if position_ids is not None:
-        return Trajectory(model, tool, _bounds(broadcast_to(arrays, "position_ids", "model_mask") == 0))
+        return Trajectory(model, tool, Sequences(broadcast_to(arrays, "position_ids", "model_mask") == 0))
     if cu_seqlens is not None:
-        return Trajectory(model, tool, _bounds(_starts(cu_seqlens, model)))
-    return Trajectory(model, tool, Sequences(None, None))
+        return Trajectory(model, tool, Sequences(_starts(cu_seqlens, model)))
+    return Trajectory(model, tool, Sequences())
 
 
 def _starts(cu_seqlens: Any, model: Array) -> Array:
@@ -99,17 +108,6 @@ def _boundaries(cu_seqlens: Any, like: Array) -> Array:
     _check_dtype("cu_seqlens", arrays["cu_seqlens"], INTEGERS)
     xp = namespace(like)
     return xp.asarray(arrays["cu_seqlens"], dtype=xp.int64)
-
-
-def _bounds(starts: Array) -> Sequences:
-    xp = namespace(starts)
-    index = _arange_like(starts)
-    back = xp.flip(index, (-1,))
-    starts = starts | (index == 0)
-    ends = xp.concatenate((starts[..., 1:], xp.ones_like(starts[..., :1])), -1)
-    first = _running_max(xp.where(starts, index, 0))
-    from_end = xp.flip(_running_max(xp.flip(xp.where(ends, back, 0), (-1,))), (-1,))
-    return Sequences(first, starts.shape[-1] - 1 - from_end)
 
 
 def spread(name: str, values: Any, cu_seqlens: Any, n_tokens: int | None, outside: float = -1) -> Array:
@@ -183,6 +181,12 @@ def _arange(n: int, like: Array) -> Array:
     return np.arange(n) if xp is np else xp.arange(n, device=like.device)
 
 
-def _arange_like(values: Array) -> Array:
-    """0, 1, 2, ... along the last axis, of values' shape."""
-    return _broadcast("index", _arange(values.shape[-1], values), tuple(values.shape))
+def _shifted(values: Array) -> Array:
+    """values, one token later; 0 at the first."""
+    xp = namespace(values)
+    return xp.concatenate((xp.zeros_like(values[..., :1]), values[..., :-1]), -1)
+
+
+def as_int8(flag: Array) -> Array:
+    """A bool array as 0 and 1, over the same memory."""
+    return flag.view(namespace(flag).int8)

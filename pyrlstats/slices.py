@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from pyrlstats._inputs import _check_dtype, device_of
-from pyrlstats._sequences import INTEGERS, as_arrays, broadcast_to, spread, to_device, trajectory
+from pyrlstats._sequences import INTEGERS, as_arrays, as_int8, broadcast_to, spread, to_device, trajectory
 from pyrlstats.layout import check_names
 from pyrlstats.slice_stats import SliceStats
 from pyrlstats.state import Array, State, namespace
@@ -76,16 +76,13 @@ class Slices(Mapping[str, Array]):
 
     def __and__(self, other: Any) -> Slices:
         """Every pair of two families, or this family where a mask (broadcast) is not 0."""
-        xp = namespace(self.ids)
         if not isinstance(other, Slices):
             mask = as_arrays(slices=self.ids, mask=other)["mask"]
-            return Slices(xp.where(mask != 0, self.ids, -1), self.names)
+            return Slices((self.ids + 1) * (mask != 0) - 1, self.names)
         names = [f"{mine}__{theirs}" for mine, theirs in itertools.product(self.names, other.names)]
         arrays = as_arrays(slices=self.ids, other=other.ids)
-        mine = _small(arrays["slices"], len(names))
-        theirs = _small(arrays["other"], len(names))
-        inside = (mine >= 0) & (theirs >= 0)
-        return Slices(xp.where(inside, mine * len(other) + theirs, -1), names)
+        mine, theirs = _small(arrays["slices"], len(names)), _small(arrays["other"], len(names))
+        return Slices(_members((mine >= 0) & (theirs >= 0), mine * len(other) + theirs), names)
 
     __rand__ = __and__
 
@@ -189,15 +186,9 @@ def tool_slices(
         ValueError: shapes or devices that do not fit, or arguments that exclude each other.
     """
     run = trajectory(model_mask, tool_mask, response_mask, cu_seqlens, position_ids)
-    xp = namespace(run.model)
-    if run.tool is None:
-        turn = run.turns()
-        after, with_tool = turn > 0, run.sequences.last_of(turn) > 0
-    else:
-        through = run.sequences.count_through(run.tool)
-        after, with_tool = through > 0, run.sequences.last_of(through) > 0
-    kind = xp.where(after, 2, xp.where(with_tool, 1, 0))
-    return Slices(_small(xp.where(run.model, kind, -1), 3), ("text", "pre_tool", "post_tool"))
+    results = run.turns() if run.tool is None else run.sequences.count_through(run.tool)
+    after, with_tool = results > 0, run.sequences.last_of(results) > 0
+    return Slices(_members(run.model, as_int8(after) + as_int8(with_tool)), ("text", "pre_tool", "post_tool"))
 
 
 def tool_call_slices(
@@ -220,14 +211,13 @@ def tool_call_slices(
         ValueError: as :func:`tool_slices`.
     """
     run = trajectory(model_mask, tool_mask, response_mask, cu_seqlens, position_ids)
-    xp = namespace(run.model)
     if call_mask is not None:
         arrays = as_arrays(model_mask=run.model, call_mask=call_mask)
         calls = broadcast_to(arrays, "call_mask", "model_mask") != 0
     else:
-        passed = run.turns() if run.tool is None else run.sequences.count_through(run.tool)
-        calls = run.sequences.last_of(passed) > passed
-    return Slices(_small(xp.where(run.model, xp.where(calls, 0, 1), -1), 2), ("tool_call", "no_tool_call"))
+        results = run.turns() if run.tool is None else run.sequences.count_through(run.tool)
+        calls = run.sequences.last_of(results) > results
+    return Slices(_members(run.model, as_int8(~calls)), ("tool_call", "no_tool_call"))
 
 
 def turn_slices(
@@ -277,7 +267,6 @@ def position_slices(
         ValueError: first or last below 1, buckets that do not ascend, or shapes and devices that do not fit.
     """
     run = trajectory(model_mask, None, None, cu_seqlens, position_ids)
-    xp = namespace(run.model)
     through = run.sequences.count_through(run.model)
     if buckets is not None:
         return _bucketed("position", through - 1, run.model, buckets)
@@ -285,8 +274,9 @@ def position_slices(
         if value < 1:
             raise ValueError(f"{name} must be at least 1 token, got {value}")
     to_come = run.sequences.last_of(through) - through
-    kind = xp.where(through <= first, 0, xp.where(to_come < last, 2, 1))
-    return Slices(_small(xp.where(run.model, kind, -1), 3), (f"first_{first}", "middle", f"last_{last}"))
+    beyond = through > first
+    kind = as_int8(beyond) + as_int8(beyond & (to_come < last))
+    return Slices(_members(run.model, kind), (f"first_{first}", "middle", f"last_{last}"))
 
 
 def staleness_slices(
@@ -332,9 +322,8 @@ def advantage_sign_slices(advantages: Any, *, cu_seqlens: Any = None, n_tokens: 
         ValueError: shapes or devices that do not fit, or only one of cu_seqlens and n_tokens.
     """
     advantage = spread("advantages", advantages, cu_seqlens, n_tokens, outside=float("nan"))
-    xp = namespace(advantage)
-    kind = xp.where(advantage > 0, 0, xp.where(advantage == 0, 1, xp.where(advantage < 0, 2, -1)))
-    return Slices(_small(kind, 3), ("adv_positive", "adv_zero", "adv_negative"))
+    below = as_int8(advantage <= 0) + as_int8(advantage < 0)
+    return Slices(_members(advantage == advantage, below), ("adv_positive", "adv_zero", "adv_negative"))
 
 
 def group_slices(
@@ -367,12 +356,15 @@ def group_slices(
         position = dict(zip(known, codes, strict=True))
         host = np.array([position.get(one, len(known)) for one in ids], np.int64)
         ids = to_device(host if cu_seqlens is not None else host[:, None], device)
+    if len(set(codes)) != len(codes):
+        raise ValueError(f"names must map to different ids, got {dict(names)}")  # type: ignore[arg-type]
     value = _as_integers("ids", spread("ids", ids, cu_seqlens, n_tokens))
-    xp = namespace(value)
-    index = xp.where(value >= 0, -1 if other is None else len(known), -1)
-    for place, code in enumerate(codes):
-        index = xp.where(value == code, place, index)
-    return Slices(_small(index, len(known) + 1), known if other is None else (*known, other))
+    number = _small(as_int8(value != value), len(known) + 1)
+    for place, code in enumerate(codes, 1):
+        number = number + place * _small(as_int8(value == code), len(known) + 1)
+    if other is not None:
+        number = number + (len(known) + 1) * _small(as_int8((number == 0) & (value >= 0)), len(known) + 1)
+    return Slices(number - 1, known if other is None else (*known, other))
 
 
 def _bucketed(stem: str, value: Array, member: Array, buckets: Sequence[int]) -> Slices:
@@ -383,11 +375,15 @@ def _bucketed(stem: str, value: Array, member: Array, buckets: Sequence[int]) ->
     for low, following in itertools.zip_longest(lowest, lowest[1:]):
         last = "up" if following is None else str(following - 1)
         names.append(f"{stem}_{low}" if last == str(low) else f"{stem}_{low}_{last}")
-    xp = namespace(value)
-    index = xp.where(value >= lowest[0], 0, -1)
-    for position, bound in enumerate(lowest[1:], 1):
-        index = xp.where(value >= bound, position, index)
-    return Slices(_small(xp.where(member, index, -1), len(names)), names)
+    reached = _small(as_int8(value >= lowest[0]), len(names))
+    for bound in lowest[1:]:
+        reached = reached + as_int8(value >= bound)
+    return Slices(reached * member - 1, names)
+
+
+def _members(member: Array, index: Array) -> Array:
+    """index where ``member``, else -1, in index's dtype."""
+    return (index + 1) * member - 1
 
 
 def _small(ids: Array, names: int) -> Array:

@@ -185,6 +185,7 @@ def explained_variance(
     target = xp.asarray(arrays["returns"], dtype=xp.float64)
     error = target - xp.asarray(arrays["values"], dtype=xp.float64)
     finite = xp.isfinite(error) & xp.isfinite(target)  # inf - inf is NaN
+    target, error = (xp.where(finite, x, 0.0) for x in (target, error))
     inside = arrays["mask"] != 0 if mask is not None else xp.ones_like(finite)
     rows = []
     for index, name in enumerate(checked):
@@ -194,16 +195,16 @@ def explained_variance(
         elif slice_ids is not None:
             member = inside & (arrays["slice_ids"] == index)
         chosen = member & finite
-        n = chosen.sum()
-        rows.append((n, (member & ~finite).sum(), *_moments(target, chosen, n), *_moments(error, chosen, n)))
+        n, weight = chosen.sum(), xp.asarray(chosen, dtype=xp.float64)
+        rows.append((n, (member & ~finite).sum(), *_moments(target, weight, n), *_moments(error, weight, n)))
     n, bad, mean_return, m2_return, mean_error, m2_error = (xp.stack(column) for column in zip(*rows, strict=True))
     return ExplainedVariance(checked, n, bad, mean_return, m2_return, mean_error, m2_error)
 
 
-def _moments(x: Array, chosen: Array, n: Array) -> tuple[Array, Array]:
-    """Mean (0 where n is 0) and sum of squared deviations of the chosen x."""
-    xp = namespace(x)
-    average = xp.where(chosen, x, 0.0).sum() / xp.clip(n, 1, None)
-    deviation = xp.where(chosen, x - average, 0.0)
+def _moments(x: Array, weight: Array, n: Array) -> tuple[Array, Array]:
+    """Mean (0 where n is 0) and sum of squared deviations of the x of weight 1."""
+    n = namespace(n).clip(n, 1, None)
+    average = (x * weight).sum() / n
+    deviation = (x - average) * weight
     # the second term corrects the rounding of the mean
-    return average, (deviation**2).sum() - deviation.sum() ** 2 / xp.clip(n, 1, None)
+    return average, (deviation**2).sum() - deviation.sum() ** 2 / n
