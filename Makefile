@@ -23,7 +23,7 @@ lint: $(VENV)/.package
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $$(find csrc -type f)
-	cd $(VENV) && bin/mypy --strict -p pyrlstats
+	cd $(VENV) && bin/mypy --config-file $(CURDIR)/pyproject.toml -p pyrlstats
 
 bench: $(VENV)/.package
 	$(PIP) --group test
