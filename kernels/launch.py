@@ -26,48 +26,54 @@ _SLICES, _PATTERNS, _SINGLE, _REGISTERS, _GLOBAL = (
 INTERPRETED = not isinstance(slice_hist.slice_hist_kernel, triton.runtime.JITFunction)
 MAX_GROUP = 4  # overlapping slices a launch
 MAX_IDS = 8  # disjoint slices a launch
-LARGE = 1 << 22  # tokens from which one program an SM and a row for every set of slices pay
+MAX_PER_SM = 2  # programs
+TICKETS = 4096  # launches that can be captured before a capture needs a memset
 MAX_COLUMNS = 1 << 30  # 32-bit arithmetic inside a tile
 
 
 @dataclass
 class Scratch:
-    """Rows of the programs of one launch and the counter that finds the last one; zero between launches."""
+    """Rows of the programs of one launch, and the counter that finds the last one: zero between launches."""
 
     rows: Tensor
     ticket: Tensor
 
 
 _scratch: dict[tuple[Any, ...], Scratch] = {}
+_tickets: dict[Any, list[Tensor]] = {}  # device -> zeros not yet given out
 
 
 @lru_cache
 def _programs_max(device: torch.device) -> int:
     if INTERPRETED:
         return 3
-    return 2 * int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return MAX_PER_SM * int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _new_scratch(device: torch.device) -> Scratch:
-    words = _programs_max(device) * MAX_IDS * int(far.ROW.value)
-    return Scratch(
-        torch.empty(words, dtype=torch.float64, device=device), torch.zeros(1, dtype=torch.int32, device=device)
-    )
+def _ticket(device: torch.device, capturing: bool) -> Tensor:
+    """A zero that belongs to one stream or one captured launch for ever."""
+    free = _tickets.get(device)
+    if not free:
+        zeros = torch.zeros(1 if capturing else TICKETS, dtype=torch.int32, device=device)
+        if capturing:  # a memset in the graph: only in captures without a call before them, or more than TICKETS
+            return zeros
+        free = _tickets[device] = list(zeros.split(1))
+    return free.pop()
 
 
-def scratch_for(device: torch.device) -> Scratch:
+def _scratch_for(device: torch.device) -> Scratch:
     """The scratch of the current stream: launches on one stream follow each other, so they can share it.
 
-    A captured launch may be replayed on any stream, so it gets one of its own from the graph's memory.
+    A captured launch may be replayed on any stream, so it gets one of its own, from the graph's memory.
     """
-    if INTERPRETED:
-        return _new_scratch(device)
-    if torch.cuda.is_current_stream_capturing():
-        return _new_scratch(device)
-    key = (device, triton.runtime.driver.active.get_current_stream(device.index))
-    found = _scratch.get(key)
+    capturing = not INTERPRETED and torch.cuda.is_current_stream_capturing()
+    key = (device, 0 if INTERPRETED else triton.runtime.driver.active.get_current_stream(device.index))
+    found = None if capturing else _scratch.get(key)
     if found is None:
-        found = _scratch[key] = _new_scratch(device)
+        words = _programs_max(device) * MAX_IDS * int(far.ROW.value)
+        found = Scratch(torch.empty(words, dtype=torch.float64, device=device), _ticket(device, capturing))
+        if not capturing:
+            _scratch[key] = found
     return found
 
 
@@ -79,20 +85,20 @@ def _thresholds(clip: tuple[float, float]) -> tuple[float, float, int]:
 
 
 @lru_cache
-def histogram_way(layout: Layout, mode: int, slices: int, n_large: bool, portable: bool) -> tuple[int, int]:
+def histogram_way(layout: Layout, mode: int, slices: int, many_rows: bool, portable: bool) -> tuple[int, int]:
     """(way, slices a launch): the cheapest that fits. See histogram.py."""
     if portable:
         return (_REGISTERS if layout.n_bins <= 4096 else _GLOBAL), min(slices, MAX_GROUP)
     if mode in (tile.IDS.value, tile.ALL.value):
-        return _fitting(_SINGLE, layout, min(slices, MAX_IDS if n_large else MAX_GROUP), n_large)
+        return _fitting(_SINGLE, layout, min(slices, MAX_IDS if many_rows else MAX_GROUP), many_rows)
     group = min(slices, MAX_GROUP)
     if group == 1:
-        return _fitting(_SINGLE, layout, 1, n_large)
-    if n_large or group == 2:
-        way, fits = _fitting(_PATTERNS, layout, group, n_large)
+        return _fitting(_SINGLE, layout, 1, many_rows)
+    if many_rows or group == 2:
+        way, fits = _fitting(_PATTERNS, layout, group, many_rows)
         if way == _PATTERNS and fits == group:
             return way, group
-    return _fitting(_SLICES, layout, group, n_large)
+    return _fitting(_SLICES, layout, group, many_rows)
 
 
 def _fitting(way: int, layout: Layout, group: int, dynamic: bool) -> tuple[int, int]:
@@ -115,6 +121,7 @@ def slice_hist_(
     base: Tensor | None,
     state: Any,
     portable: bool = False,
+    config: slice_hist.Config | None = None,
 ) -> None:
     """Add tokens to ``state``, in place, on the current stream.
 
@@ -125,21 +132,22 @@ def slice_hist_(
         base: mask ANDed into every slice, or None.
         state: pyrlstats State on the same device.
         portable: no inline PTX.
+        config: shape of the launch; None is the measured one.
     """
     if logp.numel() == 0:
         return
     device = logp.device
     if not INTERPRETED and torch.cuda.current_device() != device.index:
         with torch.cuda.device(device):
-            return slice_hist_(logp, old_logp, mode, members, base, state, portable)
+            return slice_hist_(logp, old_logp, mode, members, base, state, portable, config)
     tensors = [logp, old_logp, *members] if base is None else [logp, old_logp, *members, base]
-    scratch = scratch_for(device)
+    scratch = _scratch_for(device)
     portable = portable or INTERPRETED or torch.version.cuda is None
     if all(tensor.is_contiguous() for tensor in tensors):
-        _launch(logp.numel(), None, tensors, mode, base is not None, state, scratch, portable)
+        _launch(logp.numel(), None, tensors, mode, base is not None, state, scratch, portable, config)
         return
     for n, grid, views in _collapsed(tensors):
-        _launch(n, grid, views, mode, base is not None, state, scratch, portable)
+        _launch(n, grid, views, mode, base is not None, state, scratch, portable, config)
 
 
 def _collapsed(tensors: list[Tensor]) -> Iterator[tuple[int, Any, list[Tensor]]]:
@@ -187,21 +195,22 @@ def _launch(
     state: Any,
     scratch: Scratch,
     portable: bool,
+    config: slice_hist.Config | None,
 ) -> None:
     logp, old_logp = tensors[:2]
     members = tensors[2:-1] if has_base else tensors[2:]
     base = tensors[-1] if has_base else logp
     slices = len(state.names)
     low, high, tail_bits = _thresholds(state.clip)
-    way, group = histogram_way(state.layout, mode, slices, n >= LARGE, portable)
+    if config is None:
+        config = slice_hist.config(n, max(logp.element_size(), old_logp.element_size()), slices, portable)
+    way, group = histogram_way(state.layout, mode, slices, config.many_rows, portable)
     constants = _constants(state.layout, way)
-    itemsize = max(logp.element_size(), old_logp.element_size())
+    programs = min(triton.cdiv(n, config.rows * config.v), config.per_sm * _programs_max(logp.device) // MAX_PER_SM)
     for first in range(0, slices, group):
         g = min(group, slices - first)
-        config = slice_hist._config(n, itemsize, g)
         masks = members[first : first + g] if mode == tile.MASKS.value else members[:1]
         masks = masks + [logp] * (4 - len(masks))
-        programs = min(triton.cdiv(n, config.rows * config.v), _programs_max(logp.device))
         arguments = (
             logp, old_logp, *masks, base, state.buffer, scratch.rows, scratch.ticket,
             n, slices, first, low, high, tail_bits,

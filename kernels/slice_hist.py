@@ -24,6 +24,11 @@ def _strided(start, local, columns, strides):
     return row * strides[0] + down.to(tl.int64) * strides[0] + across.to(tl.int64) * strides[1]
 
 
+@triton.constexpr_function
+def _all_bytes(mask_ptrs, G):
+    return all(mask_ptrs[s].dtype.element_ty.primitive_bitwidth <= 8 for s in range(G))
+
+
 @triton.jit
 def _members(mask_ptrs, offsets, keep, base, n_slices, first,
              SHAPE: tl.constexpr, MODE: tl.constexpr, G: tl.constexpr, FULL: tl.constexpr,
@@ -31,7 +36,7 @@ def _members(mask_ptrs, offsets, keep, base, n_slices, first,
     """int32: bit s = member of slice first + s; the histogram row; tokens whose id is out of range."""
     outside = tl.zeros(SHAPE, tl.int32)
     if MODE == tile.MASKS:
-        if histogram.in_shared(WAY) and mask_ptrs[0].dtype.element_ty.primitive_bitwidth <= 8:
+        if histogram.in_shared(WAY) and _all_bytes(mask_ptrs, G):
             masks = (tile.load(mask_ptrs[0].to(tl.pointer_type(tl.int8), bitcast=True), offsets[0], keep, FULL),)
             for s in tl.static_range(1, G):
                 ptr = mask_ptrs[s].to(tl.pointer_type(tl.int8), bitcast=True)
@@ -293,14 +298,19 @@ def slice_hist_strided_kernel(logp_ptr, old_ptr, mask0, mask1, mask2, mask3, bas
 class Config(NamedTuple):
     """Shape of a launch."""
 
-    rows: int  # threads a program, so that one thread holds one row
-    v: int  # contiguous tokens a thread
-    programs_per_sm: int
+    rows: int  # threads a program: one row of a tile belongs to one thread
+    v: int  # contiguous tokens of a thread
+    per_sm: int  # programs an SM
+    many_rows: bool  # more than 48 KiB of histogram rows a program, so one program an SM
 
 
-def _config(n: int, itemsize: int, slices: int) -> Config:
-    """Measured on an H100."""
-    return Config(rows=256, v=8, programs_per_sm=2)
+def config(n: int, itemsize: int, slices: int, portable: bool) -> Config:
+    """By measurement on an H100."""
+    if portable:
+        return Config(rows=256, v=8, per_sm=2, many_rows=False)
+    if n >= 1 << 22 and slices > 2:
+        return Config(rows=512, v=8, per_sm=1, many_rows=True)
+    return Config(rows=256, v=8, per_sm=2, many_rows=False)
 
 
 def constants(layout: Any, way: int) -> dict[str, int]:

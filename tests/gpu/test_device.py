@@ -1,0 +1,178 @@
+"""What only a GPU can show: no sync, graphs, streams, the same bits from run to run, large inputs."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+import pyrlstats
+from pyrlstats.layout import Layout
+from pyrlstats.state import State
+
+launch = pytest.importorskip("pyrlstats.backends.triton_gpu").launch
+from pyrlstats.kernels import histogram, slice_hist, tile  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available(), reason="no CUDA or ROCm device"
+    ),
+]
+NAMES = ["a", "b", "c", "d"]
+
+
+@pytest.fixture(autouse=True)
+def _default_backend(monkeypatch):
+    monkeypatch.delenv("PYRLSTATS_BACKEND", raising=False)
+
+
+def batch(n, seed, dtype=torch.bfloat16, scale=0.01):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    old_logp = torch.randn(n, device="cuda", generator=generator).mul_(2).to(dtype)
+    logp = (old_logp + scale * torch.randn(n, device="cuda", generator=generator)).to(dtype)
+    runs = torch.rand(4, n // 128 + 1, device="cuda", generator=generator) < 0.5
+    masks = [mask.repeat_interleave(128)[:n].contiguous() for mask in runs]
+    return logp, old_logp, masks
+
+
+def empty():
+    return State.empty(NAMES, Layout(), (0.2, 0.2), torch.device("cuda"))
+
+
+def add(state, logp, old_logp, masks, **options):
+    launch.slice_hist_(logp, old_logp, tile.MASKS.value, tuple(masks), None, state, **options)
+    return state
+
+
+def buffer(state):
+    return state.buffer.cpu().numpy()
+
+
+@pytest.fixture
+def no_sync():
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def test_no_sync(no_sync):
+    logp, old_logp, masks = batch(100_000, 1)
+    torch.cuda.set_sync_debug_mode("error")
+    stats = pyrlstats.slice_stats(logp, old_logp, dict(zip(NAMES, masks, strict=True)))
+    accumulator = pyrlstats.SliceAccumulator(NAMES, device="cuda")
+    for _ in range(2):
+        accumulator.update(logp, old_logp, dict(zip(NAMES, masks, strict=True)))
+    value = accumulator.compute()["a"].ess_fraction + stats["b"].quantile(0.99)
+    torch.cuda.set_sync_debug_mode("default")
+    assert torch.isfinite(value).item()
+
+
+def test_graph_replay_with_new_data():
+    static = batch(70_000, 2)
+    add(empty(), *static)  # compiles
+    state = empty()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        add(state, *static)
+        add(state, *static)
+    state.clear_()
+    wanted = empty()
+    for seed in (3, 4):
+        fresh = batch(70_000, seed)
+        for target, source in zip((*static[:2], *static[2]), (*fresh[:2], *fresh[2]), strict=True):
+            target.copy_(source)
+        graph.replay()
+        add(add(wanted, *fresh), *fresh)
+    torch.cuda.synchronize()
+    assert np.array_equal(buffer(state), buffer(wanted))
+
+
+def test_graph_of_the_accumulator():
+    logp, old_logp, masks = batch(4096, 5)
+    named = dict(zip(NAMES, masks, strict=True))
+    accumulator = pyrlstats.SliceAccumulator(NAMES, device="cuda")
+    accumulator.update(logp, old_logp, named)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        accumulator.update(logp, old_logp, named)
+    accumulator.reset()
+    for _ in range(3):
+        graph.replay()
+    stats = accumulator.compute()
+    once = pyrlstats.slice_stats(logp, old_logp, named)
+    assert all((stats[name].n_tokens == 3 * once[name].n_tokens).item() for name in NAMES)
+
+
+def test_two_streams_at_once():
+    data = [batch(2_000_000, seed, scale=0.3) for seed in (6, 7)]
+    wanted = [buffer(add(empty(), *part)) for part in data]
+    streams = [torch.cuda.Stream() for _ in data]
+    torch.cuda.synchronize()
+    for _ in range(10):
+        states = [empty() for _ in data]
+        torch.cuda.synchronize()
+        for stream, state, part in zip(streams, states, data, strict=True):
+            with torch.cuda.stream(stream):
+                add(state, *part)
+        torch.cuda.synchronize()
+        assert all(np.array_equal(buffer(state), want) for state, want in zip(states, wanted, strict=True))
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 500.0])
+@pytest.mark.parametrize("n", [1000, 65_536, 6_000_000])
+def test_same_bits_from_run_to_run(n, scale):
+    part = batch(n, 8, torch.float32, scale)
+    first = buffer(add(empty(), *part))
+    for _ in range(5):
+        assert np.array_equal(buffer(add(empty(), *part)), first)
+
+
+@pytest.mark.parametrize("rows", [256, 512])
+@pytest.mark.parametrize("v", [4, 8])
+def test_every_way_gives_the_same_integers(rows, v):
+    logp, old_logp, masks = batch(5_000_001, 9, torch.float32, 0.6)
+    integers = len(NAMES) * (9 + Layout().n_bins)
+    results = []
+    for many_rows in (False, True):
+        config = slice_hist.Config(rows=rows, v=v, per_sm=1, many_rows=many_rows)
+        results.append(buffer(add(empty(), logp, old_logp, masks, config=config))[:integers])
+    results.append(buffer(add(empty(), logp, old_logp, masks, portable=True))[:integers])
+    assert all(np.array_equal(result, results[0]) for result in results)
+
+
+def test_bits_equal_masks():
+    logp, old_logp, masks = batch(500_000, 10)
+    packed = sum(mask.to(torch.uint8) << s for s, mask in enumerate(masks))
+    state = empty()
+    launch.slice_hist_(logp, old_logp, tile.BITS.value, (packed,), None, state)
+    assert np.array_equal(buffer(state), buffer(add(empty(), logp, old_logp, masks)))
+
+
+def test_shared_memory_fits():
+    """Triton's own reductions must stay below the histogram rows at the end of dynamic shared memory."""
+    for g, way in ((4, histogram.PATTERNS.value), (8, histogram.SINGLE.value)):
+        rows = histogram.shared_bytes(g, Layout().bins_per_sign, way)
+        assert rows + histogram.DYNAMIC_SPARE <= 4 * histogram.DYNAMIC_WORDS
+
+
+def test_more_than_2_32_tokens():
+    """Halves of one column tensor, so that 2^32 + 5 tokens cost 3 bytes each."""
+    n = (1 << 32) + 5
+    free, _ = torch.cuda.mem_get_info()
+    if free < 5 * n:
+        pytest.skip(f"needs {5 * n >> 30} GiB of device memory, {free >> 30} are free")
+    logp = torch.zeros(n, dtype=torch.bfloat16, device="cuda")
+    logp[-3:] = 1.0
+    old_logp = torch.zeros(n, dtype=torch.bfloat16, device="cuda")
+    old_logp[: 1 << 31] = 0.25
+    stats = pyrlstats.slice_stats(logp, old_logp)["all"]
+    assert stats.n_tokens.item() == n
+    assert stats.n_zero.item() == n - (1 << 31) - 3
+    assert stats.log_ratio_min.item() == -0.25
+    assert stats.log_ratio_max.item() == 1.0
+    assert stats.log_ratio_mean.item() == pytest.approx((3 - 0.25 * (1 << 31)) / n, rel=1e-13)
+    assert stats.clip_fraction_low.item() == pytest.approx((1 << 31) / n, rel=1e-13)

@@ -1,0 +1,227 @@
+"""The Triton kernels against the reference, on a GPU or, with TRITON_INTERPRET=1, in the interpreter on the CPU."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pyrlstats import reference
+from pyrlstats._inputs import gate, resolve_names
+from pyrlstats.layout import Layout
+from pyrlstats.state import State
+
+triton_gpu = pytest.importorskip("pyrlstats.backends.triton_gpu")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+SIZE = 3_000 if INTERPRETED else 300_000
+CLIP = (0.2, 0.2)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="no CUDA or ROCm device"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy, in the interpreter, of the NaN we put there
+]
+
+FLOATS = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+MASK_DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *FLOATS.values()]
+
+
+def fill(state: State | None, logp, old_logp, masks=None, *, names=None, mask=None, slice_ids=None, layout=None):
+    """A state on DEVICE of these CPU tensors; views stay views."""
+    names = resolve_names(masks, slice_ids, names)
+    batch = gate(*(_to_device(item) for item in (logp, old_logp, masks, slice_ids, mask)), names)
+    if state is None:
+        state = State.empty(names, layout or Layout(), CLIP, torch.device(DEVICE))
+    triton_gpu.accumulate(batch, state)
+    return state
+
+
+def _to_device(item: Any) -> Any:
+    if isinstance(item, dict):
+        return {name: _to_device(tensor) for name, tensor in item.items()}
+    if isinstance(item, torch.Tensor) and not INTERPRETED:
+        storage = torch.empty(0, dtype=item.dtype).set_(item.untyped_storage()).to(DEVICE)
+        return storage.as_strided(item.shape, item.stride(), item.storage_offset())
+    return item
+
+
+def check(oracle, state: State, logp, old_logp, masks=None, **options) -> None:
+    wanted = oracle.state(logp, old_logp, masks, **options)
+    x = torch.from_numpy(np.asarray(np.abs(reference.log_ratio(_numpy(logp), _numpy(old_logp)))))
+    magnitudes = oracle.state(x, torch.zeros_like(x), masks, **options)
+    oracle.check(state.to_host(), wanted, magnitudes, "triton differs from the reference")
+
+
+def _numpy(tensor: torch.Tensor) -> np.ndarray:
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def log_ratios(rng, shape, kind="wild"):
+    if kind == "near":
+        return np.asarray(rng.standard_normal(shape) * 0.01)
+    if kind == "laplace":
+        return np.asarray(rng.laplace(size=shape))
+    x = np.asarray(rng.standard_normal(shape) * 10.0 ** rng.uniform(-8.0, 1.7, shape))
+    mark = np.asarray(rng.random(shape))
+    x[mark < 0.1] = 0.0
+    for index, value in enumerate((np.nan, np.inf, -np.inf, -0.0, 1e-40, 3e38)):
+        x[(mark > 0.99 - 0.002 * index) & (mark < 0.99 - 0.002 * index + 0.001)] = value
+    return x
+
+
+def tokens(rng, shape, dtypes=("float32", "float32"), kind="wild"):
+    new, old = (FLOATS[name] for name in dtypes)
+    old_logp = -rng.gamma(0.7, 2.0, shape)
+    logp = old_logp + log_ratios(rng, shape, kind)
+    return torch.from_numpy(np.asarray(logp)).to(new), torch.from_numpy(np.asarray(old_logp)).to(old)
+
+
+def run_masks(rng, n, shares, run=128):
+    """Masks in runs, as trainers have them."""
+    runs = -(-n // run)
+    return {
+        f"s{s}": torch.from_numpy(np.repeat(rng.random(runs) < share, run)[:n].copy())
+        for s, share in enumerate(shares)
+    }
+
+
+@pytest.mark.parametrize("kind", ["wild", "near", "laplace"])
+@pytest.mark.parametrize("slices", [1, 2, 3, 4, 7])
+def test_overlapping_masks(oracle, rng, slices, kind):
+    logp, old_logp = tokens(rng, (SIZE + 37,), kind=kind)
+    masks = run_masks(rng, SIZE + 37, [0.7, 0.5, 0.2, 0.05, 0.0, 1.0, 0.4][:slices])
+    check(oracle, fill(None, logp, old_logp, masks), logp, old_logp, masks)
+
+
+@pytest.mark.parametrize("names", list(itertools.product(FLOATS, FLOATS)), ids="-".join)
+def test_dtypes(oracle, rng, names):
+    logp, old_logp = tokens(rng, (SIZE // 3,), names)
+    mask = torch.from_numpy(rng.random(SIZE // 3) < 0.6)
+    check(oracle, fill(None, logp, old_logp, mask), logp, old_logp, mask)
+
+
+@pytest.mark.parametrize("dtype", MASK_DTYPES, ids=str)
+def test_mask_dtypes(oracle, rng, dtype):
+    logp, old_logp = tokens(rng, (SIZE // 2,))
+    values = torch.from_numpy(rng.integers(-1, 3, SIZE // 2)).to(dtype)
+    if dtype.is_floating_point:
+        values[::7] = float("nan")
+    masks = {"a": values, "b": values.flip(0), "c": torch.from_numpy(rng.random(SIZE // 2) < 0.5)}
+    check(oracle, fill(None, logp, old_logp, masks), logp, old_logp, masks)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8], ids=str)
+@pytest.mark.parametrize("slices", [1, 3, 8, 11])
+def test_slice_ids(oracle, rng, slices, dtype):
+    logp, old_logp = tokens(rng, (SIZE,))
+    low = 0 if dtype == torch.uint8 else -2
+    ids = torch.from_numpy(rng.integers(low, slices + 2, SIZE)).to(dtype)
+    base = torch.from_numpy(rng.random(SIZE) < 0.7)
+    options = {"slice_ids": ids, "names": [f"s{s}" for s in range(slices)], "mask": base}
+    check(oracle, fill(None, logp, old_logp, **options), logp, old_logp, **options)
+
+
+def test_no_mask_and_base_mask(oracle, rng):
+    logp, old_logp = tokens(rng, (SIZE,))
+    base = torch.from_numpy(rng.integers(0, 2, SIZE))
+    check(oracle, fill(None, logp, old_logp), logp, old_logp)
+    check(oracle, fill(None, logp, old_logp, mask=base), logp, old_logp, mask=base)
+
+
+VIEWS = {
+    "[B, T]": ((17, 121), lambda a: a),
+    "0-d": ((), lambda a: a),
+    "3-d permuted": ((3, 17, 41), lambda a: a.permute(2, 0, 1)),
+    "transposed": ((121, 17), lambda a: a.T),
+    "[:, 1:]": ((17, 122), lambda a: a[:, 1:]),
+    "[1:, 3:70]": ((17, 122), lambda a: a[1:, 3:70]),
+    "offset by one": ((2050,), lambda a: a[1:]),
+    "step 3 both ways": ((31, 100), lambda a: a[::3, 1::3]),
+    "column": ((1001, 3), lambda a: a[:, 1]),
+    "expanded row": ((1, 121), lambda a: a.expand(17, 121)),
+    "4-d": ((2, 3, 5, 7), lambda a: a[:, 1:, 1:, ::2]),
+    "no tokens": ((0,), lambda a: a),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_views(oracle, rng, view):
+    shape, look = VIEWS[view]
+    logp, old_logp = (look(tensor) for tensor in tokens(rng, shape))
+    masks = {"half": torch.from_numpy(np.asarray(rng.random(shape) < 0.5)), "all": torch.ones(shape)}
+    masks = {name: look(mask) for name, mask in masks.items()}
+    base = torch.from_numpy(np.asarray(rng.random(tuple(logp.shape)) < 0.8))
+    check(oracle, fill(None, logp, old_logp.contiguous(), masks, mask=base), logp, old_logp, masks, mask=base)
+
+
+def test_broadcast_masks(oracle, rng):
+    logp, old_logp = tokens(rng, (12, 90))
+    shapes = {"full": (12, 90), "[B, 1]": (12, 1), "[T]": (90,), "0-d": ()}
+    masks = {name: torch.from_numpy(np.asarray(rng.random(shape) < 0.6)) for name, shape in shapes.items()}
+    check(oracle, fill(None, logp, old_logp, masks), logp, old_logp, masks)
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(3, -16, 16), Layout(7), Layout(9), Layout(0, 0, 128)], ids=str)
+def test_layouts(oracle, rng, layout):
+    logp, old_logp = tokens(rng, (SIZE // 4,))
+    masks = run_masks(rng, SIZE // 4, [0.5, 0.8, 0.3])
+    state = fill(None, logp, old_logp, masks, layout=layout)
+    check(oracle, state, logp, old_logp, masks, layout=layout)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [5000.0, 1.0, -3.0],
+        [-300.0, -300.5],
+        [-700.0, -1e30, -5000.0],
+        [3e38, 2.9e38, -3e38, 1e-3],
+        [0.0, -0.0],
+        [0.5, -0.5, np.nextafter(np.float32(0.5), np.float32(0))],
+        [-1e-5, -2e-5],
+        [np.nan, np.inf, -np.inf],
+        [1e-45, -1e-40, 1e-30],
+        [700.0, 710.0, 320.0, -320.0],
+        [0.3],
+    ],
+    ids=str,
+)
+def test_adversarial_values(oracle, rng, values):
+    x = torch.from_numpy(rng.choice(np.asarray(values, np.float32), 5000))
+    masks = {"one": torch.from_numpy(rng.random(5000) < 0.5), "two": torch.ones(5000, dtype=torch.bool)}
+    masks["empty"] = torch.zeros(5000, dtype=torch.bool)
+    zero = torch.zeros_like(x)
+    check(oracle, fill(None, x, zero, masks), x, zero, masks)
+
+
+def test_a_masked_out_value_never_takes_part(oracle, rng):
+    logp, old_logp = tokens(rng, (SIZE,), kind="near")
+    mask = torch.from_numpy(rng.random(SIZE) < 0.5)
+    clean = fill(None, logp, old_logp, {"a": mask, "b": mask}).to_host()
+    for value in (np.nan, np.inf, 3e38, -1e4):
+        dirty = fill(None, logp.masked_fill(~mask, value), old_logp, {"a": mask, "b": mask}).to_host()
+        assert np.array_equal(clean.buffer, dirty.buffer)
+
+
+def test_adds_to_the_state(oracle, rng):
+    """Batches of very different scale: the far weights are rescaled at each."""
+    parts, state = [], None
+    for scale in (0.01, 3.0, 2000.0, 0.1):
+        x = torch.from_numpy((rng.standard_normal(2000) * scale).astype(np.float32))
+        masks = {"a": torch.from_numpy(rng.random(2000) < 0.5), "b": torch.from_numpy(rng.random(2000) < 0.1)}
+        state = fill(state, x, torch.zeros_like(x), masks)
+        parts.append((x, masks))
+    x = torch.cat([part for part, _ in parts])
+    masks = {name: torch.cat([part[name] for _, part in parts]) for name in ("a", "b")}
+    check(oracle, state, x, torch.zeros_like(x), masks)
