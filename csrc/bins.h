@@ -1,12 +1,8 @@
-// The only bin formula in C++ (layout.py states it). Inside the kernels a bin is
-//   pos + (x < 0 ? P : 0),  P a power of two,  with kZeroLanes counters of exact zeros after them;
-// `state_bin` turns that into the ascending order of the state.
+// The only bin formula in C++ (layout.py states it), for one token and for a vector of tokens.
 #pragma once
 
 namespace pyrlstats {
 namespace {
-
-constexpr int kZeroLanes = 32;  // exact zeros take turns on private counters: all-zero data does not stall
 
 struct Bins {
   int shift, offset, per_sign;
@@ -16,36 +12,63 @@ struct Bins {
         per_sign((plan.max_exp - plan.min_exp) << plan.mantissa_bits) {}
 
   int count() const { return 2 * per_sign; }
-  // Does a bin fit 16-bit arithmetic on the upper half of a float, and a histogram of 16-bit counters the L2?
-  bool narrow() const { return shift >= 16 && count() <= 16384; }
+  // Does the upper half of a float hold its bin?
+  bool narrow() const { return shift >= 16; }
 
-  uint32_t of(uint32_t bits) const {
+  // The bin of finite bits that are not a zero's, in the ascending order of the state.
+  int of(uint32_t bits) const {
     int pos = (int)((bits & layout::kAbsBits) >> shift) - offset;
     pos = pos < 0 ? 0 : pos >= per_sign ? per_sign - 1 : pos;
-    return pos + (bits >> 31 ? per_sign : 0);
+    return bits >> 31 ? per_sign - 1 - pos : per_sign + pos;
   }
-  int state_bin(int bin) const { return bin < per_sign ? per_sign + bin : 2 * per_sign - 1 - bin; }
 };
 
-// The same on the upper halves of floats, 16 bits a token.
+// The same on upper halves of floats, 16 bits a token. The counters are indexed by (upper half >> shift) itself:
+// one shift where x is inside the window, a clamp where it is not. Bin pos of a positive x is counter
+// offset + pos, that of a negative one lies `negative` further on, and exact zeros take turns on counters of
+// their own, where NaN would be: on one counter they would stall (7 cycles a token).
 struct NarrowBins {
-  H first, span, sign, zero;
-  int shift;
-  explicit NarrowBins(const Bins& bins) {
-    shift = bins.shift - 16;
-    first = splat((uint16_t)(bins.offset << shift));
-    span = splat((uint16_t)((bins.per_sign << shift) - 1));
-    sign = splat((uint16_t)bins.per_sign);
+  int shift, negative, zeros, zero_count;
+  H first, last;  // upper halves of the least and the greatest |x| inside the window
+  H zero;         // counters of zeros, lane by lane
+
+  explicit NarrowBins(const Bins& bins)
+      : shift(bins.shift - 16),
+        negative(0x8000 >> shift),
+        zeros(0x7f80 >> shift),
+        zero_count(128 >> shift < 32 ? 128 >> shift : 32),
+        first(splat((uint16_t)(bins.offset << shift))),
+        last(splat((uint16_t)(((bins.offset + bins.per_sign) << shift) - 1))) {
     alignas(64) uint16_t lanes[2 * kLanes];
-    for (int i = 0; i < 2 * kLanes; ++i) lanes[i] = (uint16_t)(bins.count() + i % kZeroLanes);
+    for (int i = 0; i < 2 * kLanes; ++i) lanes[i] = (uint16_t)(zeros + i % zero_count);
     zero = load(lanes);
   }
-  // `top` upper halves of x, `a` the same without the sign. A zero there must be an exact zero.
-  H of(H top, H a) const {
-    const H pos = shift_right(min(sub_saturating(a, first), span), shift);
-    return where_zero(a, zero, pos | (negative(top) & sign));
+  int counters() const { return 2 * negative; }
+
+  H inside(H top) const { return shift_right(top, shift); }
+  H of(H top) const {
+    const H a = top & splat((uint16_t)0x7fff), sign = top & splat((uint16_t)0x8000);
+    return where_zero(a, zero, shift_right(min(max(a, first), last) | sign, shift));
   }
 };
+
+constexpr float kNearLimit = 0.5f;
+static_assert(layout::kNearBits == 0x3f000000, "kNearLimit is layout.py's NEAR_LIMIT");
+
+inline uint16_t upper_half(float v) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &v, sizeof bits);
+  return bits >> 16;
+}
+
+// The upper half of the least |x| that is far, clipped or beyond the bins.
+inline uint16_t restless_from(const Plan& plan) {
+  float limit = kNearLimit;
+  if (plan.clip_high < limit) limit = plan.clip_high;
+  if (-plan.clip_low < limit) limit = -plan.clip_low;
+  const int beyond = (127 + plan.max_exp) << 7;
+  return beyond < upper_half(limit) ? (uint16_t)beyond : upper_half(limit);
+}
 
 }  // namespace
 }  // namespace pyrlstats

@@ -53,7 +53,7 @@ __attribute__((noinline)) void drain_far(Set& set) {
   const D log2e = splat(layout::kLog2E), scale = splat(set.far_scale);
   const D unscale = splat(power_of_two(set.far_scale));  // inf: so is the sum of k3
   D x_sum = load(set.far_x), x2_sum = load(set.far_x2), k3_sum = load(set.far_k3);
-  D w_sum = load(set.far_w), w2_sum = load(set.far_w2), abs_sum = load(set.abs_x);
+  D w_sum = load(set.far_w), w2_sum = load(set.far_w2), abs_sum = load(set.far_abs);
   alignas(64) uint64_t valid[kLanes];
   for (int i = 0; i < padded; i += kLanes) {
     const bool partial = i + kLanes > count;
@@ -90,7 +90,7 @@ __attribute__((noinline)) void drain_far(Set& set) {
   store(set.far_k3, k3_sum);
   store(set.far_w, w_sum);
   store(set.far_w2, w2_sum);
-  store(set.abs_x, abs_sum);
+  store(set.far_abs, abs_sum);
   set.counts[layout::kCountNFar] += count;
   set.far_waiting = 0;
 }

@@ -28,7 +28,7 @@ namespace {
 // Works on the full groups that wait in the set.
 void spill(const Plan& plan, Workspace& work, Set& set) {
   const int groups = set.waiting / kGroup;
-  run(plan, work, set.x, groups, set);
+  run(plan, work, Staged{set.x}, 0, groups, set);
   const int rest = set.waiting - groups * kGroup;
   for (int i = 0; i < rest; ++i) set.x[i] = set.x[groups * kGroup + i];
   set.waiting = rest;
@@ -53,7 +53,7 @@ __attribute__((noinline)) void add_odd(Workspace& work, float x, Set& set) {
     store(set.max_x, max(load(set.max_x), splat(x)));
     // its bin, straight into the slices
     each_slice(work, set, [&](int64_t slice) {
-      ++work.slice_histogram[slice * work.histogram_size + work.bins.of(bits)];
+      ++work.slice_histogram[slice * work.bins.count() + work.bins.of(bits)];
     });
   }
 }
@@ -135,10 +135,11 @@ void mixed_ids(const Plan& plan, Workspace& work, const float* x, const int32_t*
 }
 
 // Groups of one set, as far as they are regular; returns the number done.
-int run_key(const Plan& plan, Workspace& work, const float* x, int groups, uint64_t key) {
+template <typename Source>
+int run_key(const Plan& plan, Workspace& work, const Source& source, int begin, int groups, uint64_t key) {
   Set* set = find(work, key);
   if (!set) return 0;
-  const int done = run(plan, work, x, groups, *set);
+  const int done = run(plan, work, source, begin, groups, *set);
   set->counts[layout::kCountNTokens] += kGroup * done;
   return done;
 }
@@ -186,26 +187,21 @@ uint64_t key_of_group(const Plan& plan, const Workspace& work, int64_t g) {
   return key ? key : kNone;
 }
 
-void block(const Plan& plan, Workspace& work, int64_t begin, int64_t count, Moments* moments) {
-  if (!stage_words(plan, work, begin, count)) return;
-  stage_x(plan, begin, count, work.stage);
-  const int64_t groups = (count + kGroup - 1) / kGroup;
-  for (int64_t i = count; i < groups * kGroup; ++i) work.stage.x[i] = 0;
-  for (int64_t g = 0; g < groups;) {
+// The groups of a block, runs of one set at a time.
+template <typename Source>
+void walk(const Plan& plan, Workspace& work, const Source& source, int groups, Moments* moments) {
+  for (int g = 0; g < groups;) {
     const uint64_t key = key_of_group(plan, work, g);
-    if (key == kNone) {
-      ++g;
-      continue;
-    }
-    const float* x = work.stage.x + g * kGroup;
+    int end = g + 1;
     if (key != kMixed) {
-      int64_t end = g + 1;
       while (end < groups && key_of_group(plan, work, end) == key) ++end;
-      const int done = run_key(plan, work, x, (int)(end - g), key);
-      g += done;
-      x += done * kGroup;
+      g = key == kNone ? end : g + run_key(plan, work, source, g, end - g, key);
       if (g == end) continue;
     }
+    // not of one set, or with an odd token
+    alignas(64) float x[kGroup];
+    const Group group = source.group(g);
+    for (int i = 0; i < kGroup / kLanes; ++i) store(x + i * kLanes, group.x[i]);
     if (plan.ids) {
       mixed_ids(plan, work, x, work.stage.ids + g * kGroup, work.base[g], moments);
     } else {
@@ -213,6 +209,30 @@ void block(const Plan& plan, Workspace& work, int64_t begin, int64_t count, Mome
     }
     ++g;
   }
+}
+
+// Inputs that need no staging: of one type, contiguous over the block.
+template <typename T>
+bool walk_direct(const Plan& plan, Workspace& work, int64_t begin, int64_t count, Moments* moments) {
+  const char* a = in_place(plan.logp, begin, count);
+  const char* b = in_place(plan.old_logp, begin, count);
+  if (!a || !b || count % kGroup) return false;
+  walk(plan, work, Direct<T>{(const T*)a, (const T*)b}, (int)(count / kGroup), moments);
+  return true;
+}
+
+void block(const Plan& plan, Workspace& work, int64_t begin, int64_t count, Moments* moments) {
+  if (!stage_words(plan, work, begin, count)) return;
+  if (plan.logp.dtype == plan.old_logp.dtype) {
+    const int dtype = plan.logp.dtype;
+    if (dtype == kFloat32 && walk_direct<float>(plan, work, begin, count, moments)) return;
+    if (dtype == kBFloat16 && walk_direct<BFloat16>(plan, work, begin, count, moments)) return;
+    if (dtype == kFloat16 && walk_direct<Float16>(plan, work, begin, count, moments)) return;
+  }
+  stage_x(plan, begin, count, work.stage);
+  const int groups = (int)((count + kGroup - 1) / kGroup);
+  for (int64_t i = count; i < groups * kGroup; ++i) work.stage.x[i] = 0;
+  walk(plan, work, Staged{work.stage.x}, groups, moments);
 }
 
 // Works on what still waits in a set, the last group filled with zeros: they add to no sum.
@@ -225,7 +245,7 @@ void finish_set(const Plan& plan, Workspace& work, Set& set) {
       most = max(most, splat(set.x[i]));
     }
     for (int i = set.waiting; i < kGroup; ++i) set.x[i] = 0;
-    run(plan, work, set.x, 1, set);
+    run(plan, work, Staged{set.x}, 0, 1, set);
     set.counts[layout::kCountNZero] -= kGroup - set.waiting;
     store(set.min_x, least);
     store(set.max_x, most);
@@ -248,7 +268,7 @@ Moments reduce(const Set& set) {
   m.sums[layout::kSumNearX] = total(set.near_x);
   m.sums[layout::kSumNearX2] = total(set.near_x2);
   m.sums[layout::kSumNearExcess] = total(set.near_excess);
-  m.sums[layout::kSumAbsX] = total(set.abs_x);
+  m.sums[layout::kSumAbsX] = total(set.abs_x) + total(set.far_abs);
   m.sums[layout::kSumFarX] = total(set.far_x);
   m.sums[layout::kSumFarX2] = total(set.far_x2);
   m.sums[layout::kSumFarK3] = total(set.far_k3);
@@ -258,11 +278,9 @@ Moments reduce(const Set& set) {
   for (int i = 0; i < layout::kSumSize; ++i) m.sums[i] += set.single[i];
   m.sums[layout::kSumNearK3] = 0.5 * m.sums[layout::kSumNearX2] + total(set.near_c);
   m.far_scale = set.far_scale;
-  float least = set.min_x[0], most = set.max_x[0];
-  for (float v : set.min_x) least = v < least ? v : least;
-  for (float v : set.max_x) most = v > most ? v : most;
-  m.maxima[layout::kMaxMaxX] = most;
-  m.maxima[layout::kMaxNegMinX] = -(double)least;
+  m.counts[layout::kCountNZero] += set.zeros;
+  m.maxima[layout::kMaxMaxX] = highest(set);
+  m.maxima[layout::kMaxNegMinX] = -(double)lowest(set);
   return m;
 }
 
@@ -313,14 +331,14 @@ void chunk(const Plan& plan, void* memory, int64_t begin, int64_t count, Moments
 void finish(const Plan& plan, void* memory, int64_t* histogram, int64_t* n_zero, int64_t n_zero_stride) {
   Workspace& work = open(plan, memory);
   flush_all(work);
-  const int bins = work.bins.count();
+  const int64_t bins = plan.slices * work.bins.count();
+  for (int64_t i = 0; i < bins; ++i) {
+    histogram[i] += work.slice_histogram[i];
+    work.slice_histogram[i] = 0;
+  }
   for (int64_t s = 0; s < plan.slices; ++s) {
-    int64_t* from = work.slice_histogram + s * work.histogram_size;
-    int64_t* to = histogram + s * bins;
-    for (int i = 0; i < bins / 2; ++i) to[work.bins.state_bin(i)] += from[i];
-    for (int i = bins / 2; i < bins; ++i) to[work.bins.state_bin(i)] += from[i];
-    for (int i = 0; i < kZeroLanes; ++i) n_zero[s * n_zero_stride] += from[bins + i];
-    for (int64_t i = 0; i < work.histogram_size; ++i) from[i] = 0;
+    n_zero[s * n_zero_stride] += work.slice_zeros[s];
+    work.slice_zeros[s] = 0;
   }
 }
 

@@ -1,9 +1,8 @@
 #include "workspaces.h"
 
 #include <pthread.h>
+#include <sys/mman.h>
 
-#include <cstdlib>
-#include <cstring>
 #include <mutex>
 #include <new>
 #include <vector>
@@ -18,6 +17,7 @@ struct Idle {
   const Kernels* kernels;
   uint64_t shape;  // what the memory's division depends on
   void* memory;
+  size_t bytes;
 };
 
 struct Shelf {
@@ -53,23 +53,24 @@ WorkspaceLease::WorkspaceLease(const Isa& isa, const Plan& plan)
     for (size_t i = from.idle.size(); i-- > 0;) {
       if (from.idle[i].kernels == kernels_ && from.idle[i].shape == shape_) {
         memory_ = from.idle[i].memory;
+        bytes_ = from.idle[i].bytes;
         from.idle.erase(from.idle.begin() + (std::ptrdiff_t)i);
         return;
       }
     }
   }
-  const size_t bytes = (kernels_->workspace_bytes(plan) + kPage - 1) / kPage * kPage;
-  memory_ = std::aligned_alloc(kPage, bytes);
-  if (!memory_) throw std::bad_alloc();
-  std::memset(memory_, 0, bytes);
+  bytes_ = (kernels_->workspace_bytes(plan) + kPage - 1) / kPage * kPage;
+  // zero pages from the system: most of a workspace is never touched
+  memory_ = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory_ == MAP_FAILED) throw std::bad_alloc();
 }
 
 WorkspaceLease::~WorkspaceLease() {
   Shelf& to = shared_shelf();
   std::lock_guard<std::mutex> lock(to.mutex);
-  to.idle.push_back({kernels_, shape_, memory_});
+  to.idle.push_back({kernels_, shape_, memory_, bytes_});
   if (to.idle.size() > kKept) {
-    std::free(to.idle.front().memory);
+    munmap(to.idle.front().memory, to.idle.front().bytes);
     to.idle.erase(to.idle.begin());
   }
 }

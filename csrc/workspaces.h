@@ -18,6 +18,7 @@ class WorkspaceLease {
   const Kernels* kernels_;
   uint64_t shape_;
   void* memory_;
+  size_t bytes_;
 };
 
 }  // namespace pyrlstats
