@@ -239,7 +239,7 @@ class SliceStats(Mapping[str, SliceView]):
         return binary.to_bytes(self.state.to_host())
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> SliceStats:
+    def from_bytes(cls, data: bytes | bytearray | memoryview) -> SliceStats:
         """What :meth:`to_bytes` gave, in NumPy memory, equal to the bit.
 
         Raises:
