@@ -206,6 +206,23 @@ def test_any_value_but_zero_is_a_member(engine, oracle, rng, dtype):
     assert state.count("n_tokens")[0] == expected
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("slices", [1, 2, 4, 7])
+def test_clean_batches(engine, oracle, rng, slices, dtype):
+    """Nothing odd anywhere, contiguous bool masks, a full one among them: the paths that a real run takes."""
+    for n in (4096, 20_000):
+        x = rng.standard_normal(n) * 1e-3 * (1 + np.abs(rng.standard_normal(n)) ** 3)
+        old_logp = -rng.gamma(0.7, 2.0, n)
+        logp, old_logp = (torch.from_numpy(array).to(FLOATS[dtype]) for array in (old_logp + x, old_logp))
+        chance = rng.random(n)
+        shares = [1.0, *rng.uniform(0.05, 0.95, slices - 1)]
+        masks = {f"s{index}": torch.from_numpy(chance < share) for index, share in enumerate(shares)}
+        oracle.check_call(engine, logp, old_logp, masks)
+        oracle.check_call(engine, logp, old_logp, masks, mask=torch.from_numpy(rng.random(n) < 0.5))
+        ids = torch.from_numpy(rng.integers(0, slices, n))
+        oracle.check_call(engine, logp, old_logp, slice_ids=ids, names=list(masks))
+
+
 @pytest.mark.parametrize("slices", [1, 2, 3, 4, 5, 8, 16, 17, 32, 33, 64, 65])
 @pytest.mark.parametrize("kind", ["masks", "slice_ids"])
 def test_numbers_of_slices(engine, oracle, rng, slices, kind):
