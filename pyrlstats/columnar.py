@@ -116,7 +116,7 @@ def from_arrow(table: Any) -> list[tuple[int, SliceStats]]:
         pairs = []
         for start in range(0, len(steps), len(names)):
             rows = range(start, start + len(names))
-            if slices[rows.start : rows.stop] != names or steps[start] != steps[rows[-1]]:
+            if slices[rows.start : rows.stop] != names or len(set(steps[rows.start : rows.stop])) != 1:
                 raise ValueError(f"the rows of step {steps[start]} must be the slices {names}, in this order")
             state = State.from_parts(**make, buffer=np.zeros(words_of(len(names), Layout(*make["layout"])), np.int64))
             for index, row in enumerate(rows):
@@ -142,7 +142,7 @@ def write_parquet(path: str | Path, steps: Iterable[tuple[int, SliceStats]]) -> 
     """Write (step, statistics) pairs to one Parquet file, whole or not at all; see :func:`to_arrow`."""
     table = to_arrow(steps)
     unfinished = Path(f"{path}.unfinished")
-    _pyarrow().parquet.write_table(table, unfinished)
+    _pyarrow().parquet.write_table(table, unfinished, write_page_checksum=True)
     os.replace(unfinished, path)
 
 
@@ -159,7 +159,7 @@ def read_parquet(path: str | Path) -> list[tuple[int, SliceStats]]:
     pairs: dict[int, SliceStats] = {}
     for file in _parts(path) if Path(path).is_dir() else [Path(path)]:
         try:
-            table = pa.parquet.ParquetFile(file).read()
+            table = pa.parquet.ParquetFile(file, page_checksum_verification=True).read()
         except (pa.ArrowInvalid, OSError) as error:
             if isinstance(error, FileNotFoundError):
                 raise
