@@ -22,7 +22,7 @@ class QuantileInterval(NamedTuple):
 
     Attributes:
         estimate: what ``quantile`` gives.
-        lo, hi: certified to hold the order statistics of the interval's two ranks.
+        lo, hi: the order statistics of the interval's two ranks.
         reliable: bool, n min(q, 1 - q) >= 10. Where False the tail holds too few tokens: the quantile is hardly
             more than the extreme token, and the interval, cut to [min, max], covers less than it says.
     """
@@ -33,7 +33,9 @@ class QuantileInterval(NamedTuple):
     reliable: Array
 
 
-def quantile_interval(stats: Stats, q: Numbers, confidence: float = 0.95) -> QuantileInterval:
+def quantile_interval(
+    stats: Stats, q: Numbers, confidence: float = 0.95, *, certified: bool = False
+) -> QuantileInterval:
     """Confidence interval of quantiles of x from the counts alone, whatever the distribution.
 
     The number of tokens below the true quantile is binomial: the order statistics of ranks
@@ -42,7 +44,9 @@ def quantile_interval(stats: Stats, q: Numbers, confidence: float = 0.95) -> Qua
     Args:
         stats: of S slices, or one slice's view.
         q: a number or a sequence in [0, 1].
-        confidence: two-sided, of independent tokens.
+        confidence: two-sided, of independent tokens. Tokens of one sequence are not: then it is too narrow.
+        certified: give the outer edges of the bins that hold the two order statistics, instead of values
+            interpolated inside them: right for any data, but never narrower than a bin.
 
     Raises:
         ValueError: a q outside [0, 1], or confidence outside (0, 1).
@@ -50,42 +54,53 @@ def quantile_interval(stats: Stats, q: Numbers, confidence: float = 0.95) -> Qua
     Source:
         Hahn, Meeker (1991), Statistical Intervals, distribution-free intervals for a percentile.
     """
-    return _interval(_signed_cells(state_of(stats)), q, confidence)
+    return _interval(_signed_cells(state_of(stats)), q, confidence, certified)
 
 
-def abs_quantile_interval(stats: Stats, q: Numbers, confidence: float = 0.95) -> QuantileInterval:
+def abs_quantile_interval(
+    stats: Stats, q: Numbers, confidence: float = 0.95, *, certified: bool = False
+) -> QuantileInterval:
     """As :func:`quantile_interval`, of abs(x)."""
-    return _interval(_abs_cells(state_of(stats)), q, confidence)
+    return _interval(_abs_cells(state_of(stats)), q, confidence, certified)
 
 
-def _interval(cells: _Cells, q: Numbers, confidence: float) -> QuantileInterval:
+def _interval(cells: _Cells, q: Numbers, confidence: float, certified: bool) -> QuantileInterval:
     if not 0.0 < confidence < 1.0:
         raise ValueError(f"confidence must satisfy 0 < confidence < 1, got {confidence}")
     values, scalar = _probabilities(q)
     xp = namespace(cells.counts)
     z = NormalDist().inv_cdf((1.0 + confidence) / 2.0)
-    cumulative = xp.cumsum(cells.counts, -1)
-    n = as_floats(cumulative[:, -1:])
-    level = _on_device_of(n, values)[None, :]
-    centre, spread = n * level, z * xp.sqrt(n * level * (1.0 - level))
-    lo, _ = _rank_bounds(cells, cumulative, xp.floor(centre - spread))
-    _, hi = _rank_bounds(cells, cumulative, xp.ceil(centre + spread) + 1.0)
+    n = as_floats(cells.counts.sum(-1)[:, None])
+    centre = n * _on_device_of(n, values)
+    spread = z * xp.sqrt(centre * (n - centre) / xp.clip(n, 1.0, None))
+    lowest, lo, _ = _order_statistic(cells, xp.floor(centre - spread))
+    _, hi, highest = _order_statistic(cells, xp.ceil(centre + spread) + 1.0)
     reliable = xp.minimum(centre, n - centre) >= RELIABLE_TOKENS
-    result = QuantileInterval(_quantiles._quantile(cells, values), lo, hi, reliable)
+    bounds = (lowest, highest) if certified else (lo, hi)
+    result = QuantileInterval(_quantiles._quantile(cells, values), *bounds, reliable)
     return QuantileInterval(*(column[:, 0] for column in result)) if scalar else result
 
 
-def _rank_bounds(cells: _Cells, cumulative: Array, rank: Array) -> tuple[Array, Array]:
-    """Certified (lo, hi) of the order statistics of ranks (S, Q), cut to 1 and n."""
-    xp = namespace(cumulative)
+def _order_statistic(cells: _Cells, rank: Array) -> tuple[Array, Array, Array]:
+    """The tokens of ranks (S, Q), which are cut to 1 and n: lower edge of the bin, interpolated, upper edge."""
+    xp = namespace(rank)
+    cumulative = xp.cumsum(cells.counts, -1)
     n = cumulative[:, -1:]
     rank = xp.minimum(xp.clip(xp.asarray(rank, dtype=xp.int64), 1, None), xp.clip(n, 1, None))
     cell = (cumulative[:, None, :] < rank[:, :, None]).sum(-1)
-    cell = xp.clip(cell, 0, cumulative.shape[-1] - 1)
+    cell = xp.clip(cell, 0, cumulative.shape[-1] - 1)  # past the end only where n is 0
+    count = _quantiles._take(cells.counts, cell)
+    before = _quantiles._take(cumulative, cell) - count
+    inside = (as_floats(rank - before) - 0.5) / xp.clip(count, 1, None)
     edges = _on_device_of(n, cells.edges)
     lo = xp.clip(edges[cell], cells.lowest, cells.highest)
     hi = xp.clip(edges[cell + 1], cells.lowest, cells.highest)
-    return xp.where(rank == n, cells.highest, lo), hi
+    # the extreme tokens are known exactly, the smallest abs(x) is not
+    lo = xp.where(rank == n, cells.highest, lo)
+    if cells.signed:
+        hi = xp.where(rank == 1, cells.lowest, hi)
+        lo = xp.where(rank == 1, cells.lowest, lo)
+    return lo, lo + (hi - lo) * inside, hi
 
 
 def state_of(stats: Stats) -> State:

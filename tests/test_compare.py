@@ -205,14 +205,17 @@ def test_intervals_cover_as_often_as_they_say(kind: str, rng: np.random.Generato
         assert reliable.all()
         covered = ((lo <= -np.log1p(-np.array(q))) & (-np.log1p(-np.array(q)) <= hi)).mean(0)
         assert (covered > 0.9 - 4 * np.sqrt(0.09 / slices)).all()
+        assert (covered < 0.97).all()  # and is no wider than that
         assert ((lo <= estimate) & (estimate <= hi)).all()
+        outer = interval(stats, q, confidence=0.9, certified=True)
+        assert ((np.asarray(outer.lo) <= lo) & (hi <= np.asarray(outer.hi))).all()
 
 
 @given(x=samples, q=st.floats(0, 1))
 def test_intervals_hold_the_order_statistics_of_their_ranks(x: list[float], q: float) -> None:
     ordered = np.sort(np.array(x, np.float32))
     n = ordered.size
-    _, lo, hi, reliable = quantile_interval(stats_of(ordered), q)
+    _, lo, hi, reliable = quantile_interval(stats_of(ordered), q, certified=True)
     half = 1.959963984540054 * np.sqrt(n * q * (1 - q))
     low, high = (int(np.clip(r, 1, n)) for r in (np.floor(n * q - half), np.ceil(n * q + half) + 1))
     assert lo[0] <= ordered[low - 1]

@@ -41,60 +41,99 @@ def test_the_check_finds_a_sync() -> None:
             sync(torch.arange(3))
 
 
-MODEL = torch.tensor([[1, 1, 0, 1, 1, 0], [0, 1, 1, 1, 0, 0]])
-CU = torch.tensor([0, 3, 3, 6])
-SEQUENCE = torch.tensor([3, 2, 1])
+class Tokens:
+    """Small inputs on one device."""
 
-CASES: dict[str, Callable[[], Any]] = {
-    "tool": lambda: slices.tool_slices(MODEL),
-    "tool mask": lambda: slices.tool_slices(MODEL, MODEL == 0),
-    "tool packed": lambda: slices.tool_slices(MODEL[0], cu_seqlens=CU),
-    "tool positions": lambda: slices.tool_slices(MODEL, position_ids=MODEL),
-    "call": lambda: slices.tool_call_slices(MODEL),
-    "turn": lambda: slices.turn_slices(MODEL, response_mask=MODEL),
-    "position": lambda: slices.position_slices(MODEL, first=1, last=1),
-    "staleness": lambda: slices.staleness_slices(torch.tensor(4), SEQUENCE, cu_seqlens=CU, n_tokens=6),
-    "sign": lambda: slices.advantage_sign_slices(SEQUENCE.float(), cu_seqlens=CU, n_tokens=6),
-    "group": lambda: slices.group_slices(SEQUENCE, {"a": 3, "b": 1}, other="rest"),
-    "product": lambda: (slices.tool_slices(MODEL) & slices.turn_slices(MODEL)) & MODEL,
-    "explained variance": lambda: values.explained_variance(MODEL, 2 * MODEL, {"a": MODEL}).explained_variance,
-    "groups by id": lambda: values.group_reward_stats(SEQUENCE, CU[1:]) + values.group_reward_stats(SEQUENCE, CU[:3]),
-    "groups by shape": lambda: values.group_reward_stats(MODEL).between_group_std,
+    def __init__(self, device: str) -> None:
+        self.model = torch.tensor([[1, 1, 0, 1, 1, 0], [0, 1, 1, 1, 0, 0]], device=device)
+        self.cu = torch.tensor([0, 3, 3, 6], device=device)
+        self.sequence = torch.tensor([3, 2, 1], device=device)
+        self.version = torch.tensor(4, device=device)
+        self.x = torch.linspace(-1, 1, 50, device=device)
+        self.masks = {"a": self.x > 0, "b": self.x < 0.5}
+
+
+CASES: dict[str, Callable[[Tokens], Any]] = {
+    "tool": lambda t: slices.tool_slices(t.model),
+    "tool mask": lambda t: slices.tool_slices(t.model, t.model == 0),
+    "tool packed": lambda t: slices.tool_slices(t.model[0], cu_seqlens=t.cu),
+    "tool list": lambda t: slices.tool_slices(t.model[0], t.model[1], cu_seqlens=[0, 3, 6]),
+    "tool positions": lambda t: slices.tool_slices(t.model, position_ids=t.model),
+    "call": lambda t: slices.tool_call_slices(t.model),
+    "turn": lambda t: slices.turn_slices(t.model, response_mask=t.model),
+    "position": lambda t: slices.position_slices(t.model, first=1, last=1),
+    "staleness": lambda t: slices.staleness_slices(t.version, t.sequence, cu_seqlens=t.cu, n_tokens=6),
+    "sign": lambda t: slices.advantage_sign_slices(t.sequence.float(), cu_seqlens=t.cu, n_tokens=6),
+    "group": lambda t: slices.group_slices(t.sequence, {"a": 3, "b": 1}, other="rest"),
+    "product": lambda t: (slices.tool_slices(t.model) & slices.turn_slices(t.model)) & t.model,
+    "explained variance": lambda t: values.explained_variance(t.x, t.x**2, t.masks).explained_variance,
+    "groups by id": lambda t: (
+        values.group_reward_stats(t.sequence, t.cu[1:]) + values.group_reward_stats(t.sequence, t.cu[:3])
+    ),
+    "groups by shape": lambda t: values.group_reward_stats(t.model).between_group_std,
 }
+
+
+def all_statistics(one: values.ValueStats, two: values.ValueStats) -> None:
+    slices.pool(one, {"both": ["a", "b"]})
+    view = (one + two)["a"]
+    for name in values.stats.SCALARS:
+        getattr(view, name)
+    for slice_ in compare.compare(one, two).values():
+        slice_.quantile_shift([0.1, 0.9])
+        slice_.log_quantile_shift(0.9)
+        slice_.tail_ratio()
+        slice_.tail_ratio(threshold=0.25)
+        slice_.wasserstein1()
+        slice_.kolmogorov_smirnov()
+        slice_.jensen_shannon()
+    compare.ks_noise_floor(one["a"], two["b"])
+    intervals.quantile_interval(one, [0.5, 0.999])
+    intervals.abs_quantile_interval(one["a"], 0.5)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_slices_and_values(case: str) -> None:
+    tokens = Tokens("cpu")
     with NoSync():
-        CASES[case]()
+        CASES[case](tokens)
 
 
 def test_statistics_of_values_and_comparisons() -> None:
-    x = torch.linspace(-1, 1, 50)
-    one = values.value_stats(x, {"a": x > 0, "b": x < 0.5})
-    two = values.value_stats(2 * x, {"a": x > 0, "b": x < 0.5})
-    pair = compare.compare(one, two)
+    tokens = Tokens("cpu")
+    one, two = (values.value_stats(x, tokens.masks) for x in (tokens.x, 2 * tokens.x))
     with NoSync():
-        slices.pool(one, {"both": ["a", "b"]})
-        view = (one + two)["a"]
-        for name in values.stats.SCALARS:
-            getattr(view, name)
-        for slice_ in pair.values():
-            slice_.quantile_shift([0.1, 0.9])
-            slice_.log_quantile_shift(0.9)
-            slice_.tail_ratio()
-            slice_.tail_ratio(threshold=0.25)
-            slice_.wasserstein1()
-            slice_.kolmogorov_smirnov()
-            slice_.jensen_shannon()
-        compare.ks_noise_floor(one["a"], two["b"])
-        intervals.quantile_interval(one, [0.5, 0.999])
-        intervals.abs_quantile_interval(one["a"], 0.5)
+        all_statistics(one, two)
 
 
 def test_the_engine_behind_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYRLSTATS_BACKEND", "torch")
-    accumulator = values.ValueAccumulator(["a"], device="cpu")
+    tokens = Tokens("cpu")
+    accumulator = values.ValueAccumulator(["a", "b"], device="cpu")
     with NoSync():
-        accumulator.update(torch.ones(5), {"a": torch.ones(5)}).compute()
-        pyrlstats.slice_stats(torch.ones(6), torch.ones(6), slice_ids=MODEL[0], names=["a", "b"])
+        accumulator.update(tokens.x, tokens.masks).compute()
+        pyrlstats.slice_stats(tokens.x[:6], tokens.x[:6], slice_ids=tokens.model[0], names=["a", "b"])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
+def test_a_gpu_never_waits_and_agrees_with_the_cpu() -> None:
+    tokens, host = Tokens("cuda"), Tokens("cpu")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = {name: case(tokens) for name, case in CASES.items()}
+        one, two = (values.value_stats(x, tokens.masks) for x in (tokens.x, 2 * tokens.x))
+        all_statistics(one, two)
+        change = compare.compare(one, two)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for name, got in found.items():
+        want = CASES[name](host)
+        if isinstance(got, slices.Slices):
+            assert got.ids.tolist() == want.ids.tolist(), name
+        elif isinstance(got, torch.Tensor):
+            torch.testing.assert_close(got.cpu(), want, equal_nan=True)
+        else:
+            assert got.to_dict() == pytest.approx(want.to_dict(), nan_ok=True), name
+    one, two = (values.value_stats(x, host.masks) for x in (host.x, 2 * host.x))
+    assert change.to_dict() == pytest.approx(compare.compare(one, two).to_dict(), rel=1e-6, nan_ok=True)
