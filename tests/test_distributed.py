@@ -267,6 +267,21 @@ def test_numpy_arrays_and_tensors_meet(run_world: World) -> None:
         assert result["tokens"] == 3 * 2 * 257
 
 
+def test_torchmetrics_on_two_ranks(run_world: World) -> None:
+    pytest.importorskip("torchmetrics")
+    parts = [("plain", 0), ("huge", 1)]
+    wanted = union(parts)
+    for result in run_world(2, "torchmetrics_synced"):
+        assert_equal(result["stats"], wanted, union(parts, absolute=True))
+        assert result["synced"] == pytest.approx(wanted.to_dict(), rel=1e-6, nan_ok=True)
+        assert result["local"] == 257
+        shares = [result["collection"][f"{name}_all/clip_fraction_high"] for name in ("wide", "usual")]
+        x = torch.cat(
+            [ranks.batch(kind, seed)[0] for kind, seed in (("plain", 0), ("plain", 1), ("tiny", 0), ("tiny", 0))]
+        )
+        assert shares == [float((x > np.log(1.0 + high)).sum()) / len(x) for high in (1.0, 0.2)]
+
+
 def test_without_a_group() -> None:
     with pytest.raises(RuntimeError, match=r"needs a process group: call torch.distributed.init_process_group first"):
         SliceAccumulator(["all"]).all_reduce()

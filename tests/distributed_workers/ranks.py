@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import pyrlstats
 from pyrlstats import Layout, SliceAccumulator
 
 NAMES = ("all", "even", "none")
@@ -350,5 +349,4 @@ def torchmetrics_synced(rank: int, world: int) -> dict[str, Any]:
         "stats": stats,
         "local": local,
         "collection": collection.compute(),
-        "version": pyrlstats.__version__,
     }
