@@ -45,10 +45,9 @@ struct NarrowBins {
   }
   int counters() const { return 2 * negative; }
 
-  H inside(H top) const { return shift_right(top, shift); }
   H of(H top) const {
     const H a = top & splat((uint16_t)0x7fff), sign = top & splat((uint16_t)0x8000);
-    return where_zero(a, zero, shift_right(min(max(a, first), last) | sign, shift));
+    return select(is_zero(a), zero, shift_right(min(max(a, first), last) | sign, shift));
   }
 };
 

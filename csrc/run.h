@@ -49,6 +49,12 @@ inline void set_watch(const Workspace& work, Set& set) {
   set.watch = top < work.restless ? top : work.restless;
 }
 
+inline bool any_subnormal(const Group& group) {
+  uint32_t some = mask_bits(subnormal(group.x[0]));
+  for (int i = 1; i < kGroup / kLanes; ++i) some |= mask_bits(subnormal(group.x[i]));
+  return some != 0;
+}
+
 inline bool any_odd(const float* x) {
   uint32_t some = 0;
   for (int i = 0; i < kGroup; i += kLanes) some |= mask_bits(odd(load(x + i)));
@@ -94,7 +100,7 @@ __attribute__((noinline)) int prepare(const Plan& plan, Workspace& work, const S
     }
     const bool low = any_at_least(splat(work.small), smallest), high = any_at_least(largest, restless);
     if ((low || high) && any_odd(x)) break;
-    if (!low && !high && taken > 0) break;  // calm again
+    if (!high && taken > 0) break;  // calm again
     if (set.watch < work.restless || high) {
       F least = load(set.min_x), most = load(set.max_x);
       for (int i = 0; i < kGroup; i += kLanes) {
@@ -130,7 +136,9 @@ __attribute__((noinline)) int add_groups(Workspace& work, const Source& source, 
   uint16_t* histogram = pending.histogram;
   uint16_t *index = pending.index[0], *next = pending.index[1];
   const int shift = work.narrow.shift;
-  const H watch = splat(set.watch), small = splat(work.small);
+  const H watch = splat(set.watch), small = splat(uint16_t(work.small - 1));
+  const H zero_counters = work.narrow.zero;
+  int64_t zero_tokens = 0;
   D near_x = load(set.near_x), near_x2 = load(set.near_x2), abs_x = load(set.abs_x);
   D near_c = load(set.near_c), near_excess = load(set.near_excess);
   int done = 0;
@@ -141,16 +149,27 @@ __attribute__((noinline)) int add_groups(Workspace& work, const Source& source, 
         if (kNarrow) store(next + i, load(work.prepared.index + kGroup * done + i));
       }
     } else {
+      // upper halves of |x|, less one: a zero is above all that is small
       H largest = splat(uint16_t(0)), smallest = splat(uint16_t(0xffff));
+      Z zeros = is_zero(smallest);
 #pragma GCC unroll 16
       for (int i = 0; i < kGroup / kLanes; i += 2) {
         const H top = top_halves(group.x[i], group.x[i + 1]);
         const H a = top & splat(uint16_t(0x7fff));
+        const Z zero = is_zero(a);
+        zeros = zeros | zero;
         largest = max(largest, a);
-        smallest = min(smallest, a);
-        if (kNarrow) store(next + i * kLanes, shift_right(top, shift));
+        smallest = min(smallest, sub(a, splat(uint16_t(1))));
+        if (kNarrow) store(next + i * kLanes, select(zero, zero_counters, shift_right(top, shift)));
       }
       if (any_at_least(largest, watch) || any_at_least(small, smallest)) break;
+      if (any(zeros)) {
+        if (any_subnormal(group)) break;  // their upper halves look like zeros
+        if (!any_at_least(largest, splat(uint16_t(1)))) {
+          zero_tokens += kGroup;  // they add to nothing else
+          continue;
+        }
+      }
     }
     F c_group = splat(0.0f), excess_group = splat(0.0f);
 #pragma GCC unroll 16
@@ -184,6 +203,7 @@ __attribute__((noinline)) int add_groups(Workspace& work, const Source& source, 
   store(set.abs_x, abs_x);
   store(set.near_c, near_c);
   store(set.near_excess, near_excess);
+  set.zeros += zero_tokens;
   if (kNarrow && done > 0) {
     if (index != pending.index[0]) __builtin_memcpy(pending.index[0], index, sizeof pending.index[0]);
     pending.histogram = histogram;

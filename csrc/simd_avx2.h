@@ -11,6 +11,7 @@ typedef __m256 F;
 typedef __m256d D;
 typedef __m256i H;
 typedef __m256 M;  // a lane is all ones or all zeros
+typedef H Z;       // the same of H
 
 // --- float32 lanes
 inline F load(const float* p) { return _mm256_loadu_ps(p); }
@@ -33,6 +34,13 @@ inline M odd(F x) {
   const __m256i small = _mm256_cmpgt_epi32(_mm256_set1_epi32((int)kTiny), a);
   const __m256i some = _mm256_cmpgt_epi32(a, _mm256_setzero_si256());
   return _mm256_castsi256_ps(_mm256_or_si256(special, _mm256_and_si256(small, some)));
+}
+
+inline M subnormal(F x) {
+  const __m256i a = _mm256_castps_si256(abs(x));
+  const __m256i small = _mm256_cmpgt_epi32(_mm256_set1_epi32(0x800000), a);
+  return _mm256_castsi256_ps(
+      _mm256_and_si256(small, _mm256_cmpgt_epi32(a, _mm256_setzero_si256())));
 }
 
 // Lane numbers that pack the set bits of a byte to the front.
@@ -82,14 +90,15 @@ inline H top_halves(F a, F b) {
   const __m256i low = _mm256_srli_epi32(_mm256_castps_si256(a), 16);
   return _mm256_blend_epi16(low, _mm256_castps_si256(b), 0xaa);
 }
+inline H sub(H a, H b) { return _mm256_sub_epi16(a, b); }
 inline H min(H a, H b) { return _mm256_min_epu16(a, b); }
 inline H max(H a, H b) { return _mm256_max_epu16(a, b); }
 inline H sub_saturating(H a, H b) { return _mm256_subs_epu16(a, b); }
 inline H shift_right(H a, int count) { return _mm256_srl_epi16(a, _mm_cvtsi32_si128(count)); }
 inline H negative(H a) { return _mm256_srai_epi16(a, 15); }
-inline H where_zero(H a, H then, H other) {
-  return _mm256_blendv_epi8(other, then, _mm256_cmpeq_epi16(a, _mm256_setzero_si256()));
-}
+inline Z is_zero(H a) { return _mm256_cmpeq_epi16(a, _mm256_setzero_si256()); }
+inline H select(Z m, H then, H other) { return _mm256_blendv_epi8(other, then, m); }
+inline bool any(Z m) { return _mm256_movemask_epi8(m) != 0; }
 inline bool any_at_least(H a, H b) {
   return _mm256_movemask_epi8(_mm256_cmpeq_epi16(_mm256_max_epu16(a, b), a)) != 0;
 }

@@ -11,6 +11,7 @@ typedef __m512 F;
 typedef __m512d D;
 typedef __m512i H;
 typedef __mmask16 M;
+typedef __mmask32 Z;  // lanes of H
 
 // --- float32 lanes
 inline F load(const float* p) { return _mm512_loadu_ps(p); }
@@ -32,6 +33,8 @@ inline M odd(F x) {
   const __m512i from = _mm512_sub_epi32(a, _mm512_set1_epi32((int)kTiny));
   return _mm512_cmpge_epu32_mask(from, _mm512_set1_epi32((int)(layout::kInfBits - kTiny))) & _mm512_test_epi32_mask(a, a);
 }
+
+inline M subnormal(F x) { return _mm512_fpclass_ps_mask(x, 0x20); }
 
 // The lanes of `keep`, packed, to p[0 ..]; may write up to kLanes floats. Returns their number.
 // (In a register first: vcompressps to memory is microcode on Zen 4.)
@@ -68,14 +71,15 @@ inline H top_halves(F a, F b) {
   const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(a), 16);
   return _mm512_ternarylogic_epi32(_mm512_set1_epi32((int)0xffff0000), _mm512_castps_si512(b), low, 0xCA);
 }
+inline H sub(H a, H b) { return _mm512_sub_epi16(a, b); }
 inline H min(H a, H b) { return _mm512_min_epu16(a, b); }
 inline H max(H a, H b) { return _mm512_max_epu16(a, b); }
 inline H sub_saturating(H a, H b) { return _mm512_subs_epu16(a, b); }
 inline H shift_right(H a, int count) { return _mm512_srl_epi16(a, _mm_cvtsi32_si128(count)); }
 inline H negative(H a) { return _mm512_srai_epi16(a, 15); }
-inline H where_zero(H a, H then, H other) {
-  return _mm512_mask_mov_epi16(other, _mm512_testn_epi16_mask(a, a), then);
-}
+inline Z is_zero(H a) { return _mm512_testn_epi16_mask(a, a); }
+inline H select(Z m, H then, H other) { return _mm512_mask_mov_epi16(other, m, then); }
+inline bool any(Z m) { return m != 0; }
 inline bool any_at_least(H a, H b) { return _mm512_cmpge_epu16_mask(a, b) != 0; }
 
 // --- 64 tokens at once

@@ -12,6 +12,7 @@ typedef double D __attribute__((vector_size(16)));
 typedef int64_t L __attribute__((vector_size(16)));
 typedef uint16_t H __attribute__((vector_size(16)));
 typedef I M;  // a lane is all ones or all zeros
+typedef H Z;  // the same of H
 
 // --- float32 lanes
 inline F load(const float* p) {
@@ -35,6 +36,11 @@ inline uint32_t mask_bits(M m) { return (m[0] & 1) | (m[1] & 2) | (m[2] & 4) | (
 inline M odd(F x) {
   const I a = (I)x & 0x7fffffff;
   return (a > 0x7f7fffff) | ((a < (int32_t)kTiny) & (a > 0));
+}
+
+inline M subnormal(F x) {
+  const I a = (I)x & 0x7fffffff;
+  return (a < 0x800000) & (a > 0);
 }
 
 // The lanes of `keep`, packed, to p[0 ..]; may write up to kLanes floats. Returns their number.
@@ -79,14 +85,16 @@ inline H top_halves(F a, F b) {
   typedef uint32_t U __attribute__((vector_size(16)));
   return (H)((U)high | ((U)a >> 16));
 }
+inline H sub(H a, H b) { return a - b; }
 inline H min(H a, H b) { return (a & (H)(a < b)) | (b & ~(H)(a < b)); }
 inline H max(H a, H b) { return (a & (H)(a > b)) | (b & ~(H)(a > b)); }
 inline H sub_saturating(H a, H b) { return (a - b) & (H)(a > b); }
 inline H shift_right(H a, int count) { return a >> (uint16_t)count; }
 inline H negative(H a) { return (H)(a > 0x7fff); }
-inline H where_zero(H a, H then, H other) { return (then & (H)(a == 0)) | (other & ~(H)(a == 0)); }
-inline bool any(L v) { return (v[0] | v[1]) != 0; }
-inline bool any_at_least(H a, H b) { return any((L)(a >= b)); }
+inline Z is_zero(H a) { return (Z)(a == 0); }
+inline H select(Z m, H then, H other) { return (then & m) | (other & ~m); }
+inline bool any(Z m) { return (((L)m)[0] | ((L)m)[1]) != 0; }
+inline bool any_at_least(H a, H b) { return any((Z)(a >= b)); }
 
 // --- 64 tokens at once
 inline uint64_t nonzero64(const uint8_t* p) {
