@@ -6,7 +6,7 @@ import importlib.util
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -36,7 +36,7 @@ def demo(
     from pyrlstats.demo import records, run
     from pyrlstats.demo.training import QUICK, Settings
 
-    torch.set_num_threads(threads or min(4, len(os.sched_getaffinity(0))))
+    torch.set_num_threads(threads or min(4, _processors()))
     settings = replace(QUICK if quick else Settings(), seed=seed)
     if steps is not None:
         settings = replace(settings, steps=steps)
@@ -48,6 +48,11 @@ def demo(
         raise typer.Exit(130)  # as a shell reports Ctrl-C
 
 
-def _fail(message: str) -> None:
+def _processors() -> int:
+    """Those this process may use, where the system says."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _fail(message: str) -> NoReturn:
     typer.echo(f"pyrlstats demo: {message}", err=True)
     raise typer.Exit(1)

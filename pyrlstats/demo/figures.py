@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -14,6 +15,10 @@ from pyrlstats.slice_stats import SliceStats
 
 COLOURS = {"text": "#4477aa", "pre_tool": "#228833", "post_tool": "#cc3311"}
 LEVELS = {0.5: "p50", 0.99: "p99", 0.999: "p99.9", 0.9999: "p99.99"}
+
+Style = dict[str, Any]
+FIRST: Style = {"ls": "--", "alpha": 0.6}
+LAST: Style = {"ls": "-"}
 
 # nats: what logarithmic axes show
 SMALLEST = 1e-6
@@ -45,7 +50,8 @@ def draw(steps: list[Step], scores: dict[str, Score], path: Path) -> None:
     grid = figure.add_gridspec(4, 6)
     _draw_reward(figure.add_subplot(grid[0, :3]), steps, scores)
     _draw_ess(figure.add_subplot(grid[0, 3:]), steps)
-    compared = [(window_name(part), pooled(part), style) for part, style in zip(windows(steps), "-:", strict=True)]
+    first, last = windows(steps)
+    compared = [(window_name(first), pooled(first), FIRST), (window_name(last), pooled(last), LAST)]
     for row in (1, 2, 3):
         shared: Axes | None = None
         for index, name in enumerate(NAMES):
@@ -76,7 +82,7 @@ def _draw_ess(axes: Axes, steps: list[Step]) -> None:
     numbers = [step.number for step in steps]
     for name in NAMES:
         axes.plot(numbers, [float(step.stats[name].ess_fraction) for step in steps], color=COLOURS[name], label=name)
-    axes.set(title="Effective sample size over tokens", xlabel="step", ylim=(-0.03, 1.03))
+    axes.set(title="Effective sample size over tokens", xlabel="step")
 
 
 def _draw_quantiles(axes: Axes, steps: list[Step], name: str) -> None:
@@ -87,13 +93,17 @@ def _draw_quantiles(axes: Axes, steps: list[Step], name: str) -> None:
     axes.set(title=f"{name}: quantiles of |log-ratio|", xlabel="step", ylabel="nats", yscale="log")
 
 
-Compared = list[tuple[str, SliceStats, str]]
+# the linear part of the axis lies between the two around 0
+_CDF_TICKS = {-10.0: "-10", -0.1: "-0.1", -1e-3: "-0.001", 0.0: "0", 1e-3: "0.001", 0.1: "0.1", 10.0: "10"}
+
+Compared = list[tuple[str, SliceStats, Style]]
 
 
 def _draw_cdf(axes: Axes, compared: Compared, name: str) -> None:
     for label, stats, style in compared:
-        axes.plot(_SIGNED, stats[name].cdf(_SIGNED.tolist()), color=COLOURS[name], ls=style, label=label)
+        axes.plot(_SIGNED, stats[name].cdf(_SIGNED.tolist()), color=COLOURS[name], label=label, **style)
     axes.set_xscale("symlog", linthresh=1e-4)
+    axes.set_xticks(*zip(*_CDF_TICKS.items(), strict=True))
     axes.set(title=f"{name}: CDF of the log-ratio", xlabel="log-ratio, nats", ylabel="share of tokens below")
 
 
@@ -101,6 +111,6 @@ def _draw_tail(axes: Axes, compared: Compared, name: str) -> None:
     for label, stats, style in compared:
         mass = np.asarray(stats[name].tail_mass(_MAGNITUDES.tolist()))
         seen = mass > 0
-        axes.plot(_MAGNITUDES[seen], mass[seen], color=COLOURS[name], ls=style, label=label)
+        axes.plot(_MAGNITUDES[seen], mass[seen], color=COLOURS[name], label=label, **style)
     axes.set(title=f"{name}: tail of |log-ratio|", xlabel="t, nats", ylabel="share of tokens with |log-ratio| > t")
     axes.set(xscale="log", yscale="log", xlim=(1e-4, 30.0))

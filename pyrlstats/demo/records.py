@@ -6,6 +6,7 @@ import json
 import math
 import os
 import platform
+import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,21 +31,20 @@ class Times:
 
 
 def prepare(folder: Path) -> None:
-    """Make the folder, empty the file of steps, and so find out whether it can be written.
+    """Make the folder and find out whether it can be written; files of an earlier run stay until there are new ones.
 
     Raises:
         OSError: it cannot.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for name in (SUMMARY, TOKENS, FIGURE, PAGE):
-        (folder / name).unlink(missing_ok=True)  # of an earlier run: files must not mix
-    (folder / STEPS).write_text("")
+    with tempfile.TemporaryFile(dir=folder):
+        pass
 
 
-def append_step(folder: Path, step: Step) -> None:
+def write_step(folder: Path, step: Step) -> None:
     """One line of JSON: the step, its score and every statistic; null where a slice had no tokens."""
     record = {"step": step.number, **asdict(step.score), **step.stats.to_dict()}
-    with (folder / STEPS).open("a") as file:
+    with (folder / STEPS).open("w" if step.number == 1 else "a") as file:
         file.write(json.dumps({key: _or_null(value) for key, value in record.items()}, allow_nan=False) + "\n")
 
 

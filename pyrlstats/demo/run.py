@@ -10,6 +10,7 @@ import torch
 from pyrlstats.demo import records
 from pyrlstats.demo.display import Display, choose_display, describe
 from pyrlstats.demo.figures import draw
+from pyrlstats.demo.interrupt import Interrupt
 from pyrlstats.demo.report import write_page
 from pyrlstats.demo.rollout import sample
 from pyrlstats.demo.training import Score, Settings, Step, Trainer
@@ -20,7 +21,7 @@ EPISODES_SHOWN = 12
 def run(settings: Settings, folder: Path) -> bool:
     """Train, show it, and write the report into ``folder`` (made by :func:`records.prepare`).
 
-    Ctrl-C ends training early; the report is then about the steps done.
+    Ctrl-C ends training after the step in progress; the report is then about the steps done.
 
     Returns:
         False if it was interrupted.
@@ -29,45 +30,54 @@ def run(settings: Settings, folder: Path) -> bool:
     trainer = Trainer(settings)
     steps: list[Step] = []
     scores: dict[str, Score] = {}
-    interrupted = False
-    with choose_display(settings.steps) as display:
-        try:
-            _train(trainer, folder, display, steps, scores)
-        except KeyboardInterrupt:
-            interrupted = True
-            display.say("interrupted")
+    with choose_display(settings.steps) as display, Interrupt() as interrupt:
+        _train(trainer, folder, display, interrupt, steps, scores)
+        if interrupt.asked:
+            display.say(f"interrupted after {len(steps)} steps")
         if not steps:
             display.say("no training step was finished: nothing to report")
             return False
-        scores["after training"] = trainer.evaluate()
+        _score(trainer, "after training", display, scores)
         times = records.Times(time.perf_counter() - wall, time.process_time() - cpu)
-        summary = records.summarise(settings, steps, scores, times, interrupted=interrupted)
+        summary = records.summarise(settings, steps, scores, times, interrupted=interrupt.asked)
         records.write_summary(folder, summary)
         records.write_tokens(folder, steps[-1].minibatches)
         draw(steps, scores, folder / records.FIGURE)
         problems = trainer.evaluation_problems()[:EPISODES_SHOWN]
         episodes = sample(trainer.policy, problems, torch.Generator().manual_seed(0))
         write_page(folder / records.PAGE, folder / records.FIGURE, steps, scores, summary, episodes)
-        for name, score in scores.items():
-            display.say(f"{name + ':':<16} {describe(score)}")
         display.say(f"{times.wall_seconds:.0f} s on the clock, {times.cpu_seconds:.0f} s of processor time")
         display.say(f"report: {folder / records.PAGE}")
-    return not interrupted
+    return not interrupt.asked
 
 
-def _train(trainer: Trainer, folder: Path, display: Display, steps: list[Step], scores: dict[str, Score]) -> None:
+def _train(
+    trainer: Trainer,
+    folder: Path,
+    display: Display,
+    interrupt: Interrupt,
+    steps: list[Step],
+    scores: dict[str, Score],
+) -> None:
     """Train and fill ``steps`` and ``scores`` as far as it gets."""
-    scores["untrained"] = trainer.evaluate()
-    display.say(f"{'untrained:':<16} {describe(scores['untrained'])}")
+    _score(trainer, "untrained", display, scores)
     display.begin("warm-up on random episodes", trainer.settings.warmup_steps)
     for _ in trainer.warm_up():
         display.advance()
-    scores["after warm-up"] = trainer.evaluate()
-    display.say(f"{'after warm-up:':<16} {describe(scores['after warm-up'])}")
+        if interrupt.asked:
+            return
+    _score(trainer, "after warm-up", display, scores)
     display.begin("training", trainer.settings.steps)
     for step in trainer.learn():
         if steps:
             steps[-1].minibatches.clear()  # only the last step's tokens are kept
         steps.append(step)
-        records.append_step(folder, step)
+        records.write_step(folder, step)
         display.step(step)
+        if interrupt.asked:
+            return
+
+
+def _score(trainer: Trainer, name: str, display: Display, scores: dict[str, Score]) -> None:
+    scores[name] = trainer.evaluate()
+    display.say(f"{name + ':':<16} {describe(scores[name])}")

@@ -40,7 +40,7 @@ class Settings:
     learning_rate: float = 1e-3
     clip: tuple[float, float] = (0.2, 0.2)
     warmup_steps: int = 300
-    warmup_batch: int = 128
+    warmup_batch: int = 64
     warmup_learning_rate: float = 3e-3
     evaluation_problems: int = 512
 
