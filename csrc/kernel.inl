@@ -90,31 +90,41 @@ uint64_t odd_tokens_of(const float* x) {
   return word;
 }
 
-// A group whose tokens belong to several sets, or with odd tokens. words[slices]: its membership.
+// Tokens [from, to) of a group without odd tokens, of one set. Copies a whole group: the rest is overwritten.
+inline void append_run(const Plan& plan, Workspace& work, const float* x, int from, int to, Set& set) {
+  set.counts[layout::kCountNTokens] += to - from;
+  for (int i = 0; i < kGroup; i += kLanes) store(set.x + set.waiting + i, load(x + from + i));
+  set.waiting += to - from;
+  if (set.waiting >= kBuffer) spill(plan, work, set);
+}
+
+// A group whose tokens belong to several sets, or with odd tokens. words[slices]: its membership. x has room for
+// another group behind it.
 void mixed_masks(const Plan& plan, Workspace& work, const float* x, const uint64_t* words) {
-  constexpr int kManyChanges = 6;  // of membership within a group: by slice is cheaper than by set
+  constexpr int kManyChanges = 6;  // of membership within a group: by slice is cheaper than by run
   const uint64_t odd_tokens = odd_tokens_of(x);
-  uint64_t members = 0, changes = 0;
-  for (int64_t s = 0; s < plan.slices; ++s) {
-    members |= words[s];
-    changes |= words[s] ^ (words[s] << 1 | (words[s] & 1));
-  }
+  uint64_t changes = 0;  // bit t: token t is of another set than token t - 1
+  for (int64_t s = 0; s < plan.slices; ++s) changes |= words[s] ^ words[s] << 1;
+  changes &= ~1ull;
   if (__builtin_popcountll(changes) > kManyChanges) {
     for (int64_t s = 0; s < plan.slices; ++s) {
       if (words[s]) append(plan, work, x, words[s], odd_tokens, *find(work, 1ull << s));
     }
     return;
   }
-  while (members) {
-    const int first = __builtin_ctzll(members);
-    uint64_t same = members, key = 0;
-    for (int64_t s = 0; s < plan.slices; ++s) {
-      const uint64_t in = words[s] >> first & 1;
-      key |= in << s;
-      same &= in ? words[s] : ~words[s];
+  for (int from = 0, to; from < kGroup; from = to) {
+    to = changes ? __builtin_ctzll(changes) : kGroup;
+    changes &= changes - 1;
+    uint64_t key = 0;
+    for (int64_t s = 0; s < plan.slices; ++s) key |= (words[s] >> from & 1) << s;
+    if (key == 0) continue;
+    Set* const set = find(work, key);
+    if (set && odd_tokens == 0) {
+      append_run(plan, work, x, from, to, *set);
+    } else {
+      const uint64_t members = (~0ull << from) & (~0ull >> (kGroup - to));
+      append_key(plan, work, x, members, odd_tokens, key);
     }
-    append_key(plan, work, x, same, odd_tokens, key);
-    members &= ~same;
   }
 }
 
@@ -144,62 +154,62 @@ int run_key(const Plan& plan, Workspace& work, const Source& source, int begin, 
   return done;
 }
 
-// Membership words of a block. Returns whether any token is in any slice.
-bool stage_words(const Plan& plan, Workspace& work, int64_t begin, int64_t count) {
-  const int64_t groups = (count + kGroup - 1) / kGroup;
-  const uint64_t tail = count % kGroup ? ~0ull >> (kGroup - count % kGroup) : ~0ull;
-  for (int64_t g = 0; g < groups; ++g) work.base[g] = g + 1 < groups ? ~0ull : tail;
-  if (plan.base) stage_mask(*plan.base, begin, count, work.stage, work.base, 1);
-  if (plan.ids) {
-    stage_ids(*plan.ids, plan.slices, begin, count, work.stage);
-    return true;
-  }
-  for (int64_t s = 0; s < plan.slices; ++s) {
-    if (plan.masks) {
-      stage_mask(plan.masks[s], begin, count, work.stage, work.words + s, plan.slices);
-      for (int64_t g = 0; g < groups; ++g) work.words[g * plan.slices + s] &= work.base[g];
-    } else {
-      for (int64_t g = 0; g < groups; ++g) work.words[g * plan.slices + s] = work.base[g];
-    }
-  }
-  uint64_t some = 0;
-  for (int64_t i = 0; i < groups * plan.slices; ++i) some |= work.words[i];
-  return some != 0;
-}
-
 constexpr uint64_t kMixed = ~0ull, kNone = ~0ull - 1;
 
-// The set that all tokens of group g belong to, or kMixed, or kNone.
-uint64_t key_of_group(const Plan& plan, const Workspace& work, int64_t g) {
+// Membership of a block: words, and each group's key: the set that all its tokens belong to, or kMixed, or
+// kNone. Returns whether any token is in any slice.
+bool stage_members(const Plan& plan, Workspace& work, int64_t begin, int64_t count) {
+  const int64_t groups = (count + kGroup - 1) / kGroup, slices = plan.slices;
+  const uint64_t tail = count % kGroup ? ~0ull >> (kGroup - count % kGroup) : ~0ull;
+  for (int64_t g = 0; g < groups; ++g) work.base[g] = g + 1 < groups ? ~0ull : tail;
+  if (plan.base) {
+    const uint8_t* bytes = mask_bytes(*plan.base, begin, count, work.stage, work.mask_bytes);
+    for (int64_t g = 0; g < groups; ++g) work.base[g] &= nonzero64(bytes + kGroup * g);
+  }
+  uint64_t some = 0;
   if (plan.ids) {
-    if (work.base[g] == 0) return kNone;
-    const int32_t* ids = work.stage.ids + g * kGroup;
-    if (work.base[g] != ~0ull || ids[0] != ids[kGroup - 1]) return kMixed;
-    if (equal64(ids, ids[0]) != ~0ull) return kMixed;
-    return ids[0] < 0 ? kNone : ids[0] < plan.slices ? (uint64_t)ids[0] : kMixed;
+    stage_ids(*plan.ids, slices, begin, count, work.stage);
+    for (int64_t g = 0; g < groups; ++g) {
+      const int32_t* ids = work.stage.ids + g * kGroup;
+      const int32_t id = ids[0];
+      const bool mixed = work.base[g] != ~0ull || ids[kGroup - 1] != id || equal64(ids, id) != ~0ull;
+      work.keys[g] = work.base[g] == 0 ? kNone : mixed || id >= slices ? kMixed : id < 0 ? kNone : (uint64_t)id;
+      some |= work.keys[g] ^ kNone;
+    }
+    return some != 0;
   }
-  const uint64_t* words = work.words + g * plan.slices;
-  uint64_t key = 0;
-  for (int64_t s = 0; s < plan.slices; ++s) {
-    if (words[s] + 1 > 1) return kMixed;
-    key |= (words[s] & 1) << s;
+  const uint8_t* bytes[kMaxMasks];
+  for (int64_t s = 0; plan.masks && s < slices; ++s) {
+    bytes[s] = mask_bytes(plan.masks[s], begin, count, work.stage, work.mask_bytes + s * kBlock);
   }
-  return key ? key : kNone;
+  for (int64_t g = 0; g < groups; ++g) {
+    uint64_t* words = work.words + g * slices;
+    uint64_t key = 0, mixed = 0;
+    for (int64_t s = 0; s < slices; ++s) {
+      const uint64_t word = (plan.masks ? nonzero64(bytes[s] + kGroup * g) : ~0ull) & work.base[g];
+      words[s] = word;
+      mixed |= word + 1 > 1;
+      key |= (word & 1) << s;
+    }
+    work.keys[g] = mixed ? kMixed : key ? key : kNone;
+    some |= work.keys[g] ^ kNone;
+  }
+  return some != 0;
 }
 
 // The groups of a block, runs of one set at a time.
 template <typename Source>
 void walk(const Plan& plan, Workspace& work, const Source& source, int groups, Moments* moments) {
   for (int g = 0; g < groups;) {
-    const uint64_t key = key_of_group(plan, work, g);
+    const uint64_t key = work.keys[g];
     int end = g + 1;
     if (key != kMixed) {
-      while (end < groups && key_of_group(plan, work, end) == key) ++end;
+      while (end < groups && work.keys[end] == key) ++end;
       g = key == kNone ? end : g + run_key(plan, work, source, g, end - g, key);
       if (g == end) continue;
     }
     // not of one set, or with an odd token
-    alignas(64) float x[kGroup];
+    alignas(64) float x[2 * kGroup];
     const Group group = source.group(g);
     for (int i = 0; i < kGroup / kLanes; ++i) store(x + i * kLanes, group.x[i]);
     if (plan.ids) {
@@ -222,7 +232,7 @@ bool walk_direct(const Plan& plan, Workspace& work, int64_t begin, int64_t count
 }
 
 void block(const Plan& plan, Workspace& work, int64_t begin, int64_t count, Moments* moments) {
-  if (!stage_words(plan, work, begin, count)) return;
+  if (!stage_members(plan, work, begin, count)) return;
   if (plan.logp.dtype == plan.old_logp.dtype) {
     const int dtype = plan.logp.dtype;
     if (dtype == kFloat32 && walk_direct<float>(plan, work, begin, count, moments)) return;

@@ -58,8 +58,10 @@ struct Workspace {
   int used;          // keys in the table (masks)
   uint64_t last_key;
   int last_set;
+  uint8_t place[256];  // hash of a key -> its set, perhaps
   uint64_t* words;   // [kBlock / 64][slices]: membership of a block
-  uint64_t* base;    // [kBlock / 64]
+  uint64_t base[kBlock / 64], keys[kBlock / 64];
+  uint8_t* mask_bytes;  // [slices][kBlock]: masks that are not bytes in memory
   int64_t* slice_histogram;  // [slices][2P], the state's order
   int64_t* slice_zeros;      // [slices]
   uint16_t* trash;
@@ -75,14 +77,15 @@ inline size_t page(size_t bytes) { return (bytes + 4095) / 4096 * 4096; }
 
 struct Sizes {
   int slots;
-  size_t sets, order, words, slice_zeros, slice_histogram, histogram, histograms, total;
+  size_t sets, order, words, mask_bytes, slice_zeros, slice_histogram, histogram, histograms, total;
   explicit Sizes(const Plan& plan) {
     const Bins bins(plan);
     slots = (int)(plan.ids ? plan.slices : 2 * (plan.slices + kJointSets));
     sets = page(sizeof(Workspace));
     order = sets + page(sizeof(Set) * slots);
     words = order + page(sizeof(int32_t) * slots);
-    slice_zeros = words + page(sizeof(uint64_t) * (kBlock / 64) * (plan.slices + 1));
+    mask_bytes = words + page(sizeof(uint64_t) * (kBlock / 64) * plan.slices);
+    slice_zeros = mask_bytes + page((plan.masks ? kBlock * plan.slices : 0) + kBlock);
     slice_histogram = slice_zeros + page(sizeof(int64_t) * plan.slices);
     histograms = slice_histogram + page(sizeof(int64_t) * bins.count() * plan.slices);
     histogram = bins.narrow() ? page(sizeof(uint16_t) * kTurns * NarrowBins(bins).counters()) : 4096;
@@ -101,7 +104,7 @@ inline Workspace& open(const Plan& plan, void* memory) {
   work.sets = (Set*)(base + sizes.sets);
   work.order = (int32_t*)(base + sizes.order);
   work.words = (uint64_t*)(base + sizes.words);
-  work.base = work.words + plan.slices * (kBlock / 64);
+  work.mask_bytes = (uint8_t*)(base + sizes.mask_bytes);
   work.slice_zeros = (int64_t*)(base + sizes.slice_zeros);
   work.slice_histogram = (int64_t*)(base + sizes.slice_histogram);
   for (int i = 0; i < work.slots; ++i) {
@@ -224,7 +227,12 @@ inline Set* find(Workspace& work, uint64_t key) {
     index = (int)key;
     work.sets[index].key = key;
   } else if (index < 0 || work.last_key != key) {
-    for (index = 0; index < work.used && work.sets[index].key != key;) ++index;
+    uint8_t& place = work.place[key * 0x9e3779b97f4a7c15 >> 56];
+    index = place;
+    if (index >= work.used || work.sets[index].key != key) {
+      for (index = 0; index < work.used && work.sets[index].key != key;) ++index;
+      place = (uint8_t)index;
+    }
   }
   Set& set = work.sets[index];
   const bool known = work.by_id || index < work.used;

@@ -62,7 +62,6 @@ struct Stage {
   alignas(64) float x[kBlock];
   alignas(64) uint64_t raw_a[kBlock + 64], raw_b[kBlock + 64];
   alignas(64) uint64_t wide_a[kBlock + 64], wide_b[kBlock + 64];
-  alignas(64) uint8_t bytes[kBlock];
   alignas(64) int32_t ids[kBlock];
 };
 
@@ -148,25 +147,20 @@ void nonzero_bytes(const char* p, T relevant, int64_t count, uint8_t* to) {
   }
 }
 
-// Membership of tokens [begin, begin + count): bit t of words[g * stride] is token 64 g + t, members non-zero.
-inline void stage_mask(const Operand& mask, int64_t begin, int64_t count, Stage& stage, uint64_t* words,
-                       int64_t stride) {
-  const char* p = read_block(mask, begin, count, (char*)stage.raw_a);
+// A mask's tokens [begin, begin + count) as bytes, members non-zero, zeros up to a full group: in place, else in
+// `bytes`.
+inline const uint8_t* mask_bytes(const Operand& mask, int64_t begin, int64_t count, Stage& stage,
+                                 uint8_t* bytes) {
   const bool real = mask.dtype <= kFloat64;  // the sign of a float does not make it non-zero
   const int size = kItemSize[mask.dtype];
-  const uint8_t* bytes = (const uint8_t*)p;
-  if (size > 1) {
-    if (size == 2) nonzero_bytes<uint16_t>(p, real ? 0x7fff : 0xffff, count, stage.bytes);
-    if (size == 4) nonzero_bytes<uint32_t>(p, real ? 0x7fffffff : ~0u, count, stage.bytes);
-    if (size == 8) nonzero_bytes<uint64_t>(p, real ? ~0ull >> 1 : ~0ull, count, stage.bytes);
-    bytes = stage.bytes;
-  }
-  const int64_t full = count / 64;
-  for (int64_t g = 0; g < full; ++g) words[g * stride] = nonzero64(bytes + 64 * g);
-  if (count % 64 == 0) return;
-  uint8_t tail[64] = {};
-  for (int64_t i = 64 * full; i < count; ++i) tail[i - 64 * full] = bytes[i];
-  words[full * stride] = nonzero64(tail);
+  const char* p = read_block(mask, begin, count, size == 1 ? (char*)bytes : (char*)stage.raw_a);
+  if (size == 1 && count % 64 == 0) return (const uint8_t*)p;
+  if (size == 1 && p != (const char*)bytes) __builtin_memcpy(bytes, p, count);
+  if (size == 2) nonzero_bytes<uint16_t>(p, real ? 0x7fff : 0xffff, count, bytes);
+  if (size == 4) nonzero_bytes<uint32_t>(p, real ? 0x7fffffff : ~0u, count, bytes);
+  if (size == 8) nonzero_bytes<uint64_t>(p, real ? ~0ull >> 1 : ~0ull, count, bytes);
+  if (count % 64 != 0) __builtin_memset(bytes + count, 0, 64 - count % 64);
+  return bytes;
 }
 
 // Slice ids as int32: -1 for no slice, `slices` for beyond the last.
