@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from pyrlstats._inputs import _as_array, _broadcast, _check_dtype, _on_common_ground, device_of
+from pyrlstats._inputs import _as_array, _broadcast, _on_common_ground, device_of
 from pyrlstats.state import Array, namespace
 
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
@@ -30,19 +29,16 @@ class Sequences:
             return through
         return through - _running_max((through - as_int8(flag)) * self.starts)
 
-    @cached_property
-    def last(self) -> Array:
-        """Index of the last token of the own sequence; only where ``starts`` are known."""
-        assert self.starts is not None
-        xp = namespace(self.starts)
-        n = self.starts.shape[-1]
-        ends = xp.concatenate((self.starts[..., 1:], xp.ones_like(self.starts[..., :1])), -1)
-        # from the right: ends lie where the reversed index starts anew
-        return n - 1 - xp.flip(_running_max(xp.flip(ends, (-1,)) * _arange(n, ends)), (-1,))
-
     def last_of(self, values: Array) -> Array:
         """The value at the last token of the own sequence, in a shape that broadcasts."""
-        return values[..., -1:] if self.starts is None else _take(values, self.last)
+        if self.starts is None:
+            return values[..., -1:]
+        xp = namespace(values)
+        n = self.starts.shape[-1]
+        ends = xp.concatenate((self.starts[..., 1:], xp.ones_like(self.starts[..., :1])), -1)
+        # counted from the right, a sequence begins where it ends
+        from_right = xp.flip(_running_max(xp.flip(ends, (-1,)) * _arange(n, ends)), (-1,))
+        return _take(values, n - 1 - from_right)
 
 
 class Trajectory(NamedTuple):
@@ -105,7 +101,7 @@ def _boundaries(cu_seqlens: Any, like: Array) -> Array:
     if isinstance(cu_seqlens, (list, tuple)):
         cu_seqlens = to_device(np.asarray(cu_seqlens, np.int64), device_of(like))
     arrays = as_arrays(tokens=like, cu_seqlens=cu_seqlens)
-    _check_dtype("cu_seqlens", arrays["cu_seqlens"], INTEGERS)
+    check_dtype("cu_seqlens", arrays["cu_seqlens"], INTEGERS)
     xp = namespace(like)
     return xp.asarray(arrays["cu_seqlens"], dtype=xp.int64)
 
@@ -143,10 +139,20 @@ def spread(name: str, values: Any, cu_seqlens: Any, n_tokens: int | None, outsid
 
 
 def as_arrays(**given: Any) -> dict[str, Array]:
+    """The arguments as arrays of one kind on one device, checked; where they are."""
     arrays = {name: _as_array(name, value) for name, value in given.items()}
     for name, array in arrays.items():
-        _check_dtype(name, array, _NUMBERS)
-    return _on_common_ground(arrays)
+        check_dtype(name, array, _NUMBERS)
+    common = _on_common_ground(arrays)
+    # slices need no float64: tensors of a device without it stay there
+    return {name: common[name] if isinstance(array, np.ndarray) else array for name, array in arrays.items()}
+
+
+def check_dtype(name: str, array: Array, accepted: tuple[str, ...]) -> None:
+    """As the gate's, without its cache, which torch.compile warns of."""
+    dtype = str(array.dtype).removeprefix("torch.")
+    if dtype not in accepted:
+        raise TypeError(f"{name} must have one of the dtypes {', '.join(accepted)}, got {dtype}")
 
 
 def broadcast_to(arrays: dict[str, Array], name: str, like: str) -> Array:

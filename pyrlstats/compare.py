@@ -308,7 +308,7 @@ def _chance(together: Array, n: Array, m: Array) -> Array:
     chance = ways * share**f * (1.0 - share) ** xp.clip(k - f, 0.0, None)
     dealt = (chance * (_plogp(p, middle) + _plogp(q, middle)) / 2.0).reshape(-1, _DEALT + 1, _DEALT + 1).sum(-1)
     full = (1.0 / n + 1.0 / m) / 8.0
-    few = xp.clip(together, 0, _DEALT)
+    few = xp.asarray(xp.clip(together, 0, _DEALT), dtype=xp.int64)
     fade = as_floats(few) / xp.where(together > 0, as_floats(together), 1.0)
     expected = xp.where(together > 0, full + (_take(dealt, few) - full) * fade, 0.0)
     return expected.sum(-1) - full[:, 0]

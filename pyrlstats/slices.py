@@ -26,8 +26,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from pyrlstats._inputs import _check_dtype, device_of
-from pyrlstats._sequences import INTEGERS, as_arrays, as_int8, broadcast_to, spread, to_device, trajectory
+from pyrlstats._inputs import device_of
+from pyrlstats._sequences import INTEGERS, as_arrays, as_int8, broadcast_to, check_dtype, spread, to_device, trajectory
 from pyrlstats.layout import check_names
 from pyrlstats.slice_stats import SliceStats
 from pyrlstats.state import Array, State, namespace
@@ -393,7 +393,7 @@ def _small(ids: Array, names: int) -> Array:
 
 
 def _as_integers(name: str, array: Array) -> Array:
-    _check_dtype(name, array, INTEGERS)
+    check_dtype(name, array, INTEGERS)
     xp = namespace(array)
     return xp.asarray(array, dtype=xp.int64)
 

@@ -356,3 +356,13 @@ def test_errors_say_what_is_wrong(call: Callable[[], Slices], message: str) -> N
 def test_versions_must_be_integers() -> None:
     with pytest.raises(TypeError, match="versions must have one of the dtypes"):
         staleness_slices(1, np.ones(3, np.float32))
+
+
+def test_slices_compile_without_a_graph_break() -> None:
+    def ids(mask: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        both = tool_slices(mask, cu_seqlens=cu_seqlens) & turn_slices(mask, mask == 0, cu_seqlens=cu_seqlens)
+        return both.ids
+
+    mask, boundaries = torch.tensor([1, 0, 1, 1, 0, 1, 1, 0]), torch.tensor([0, 3, 8])
+    compiled = torch.compile(ids, backend="aot_eager", fullgraph=True)
+    assert compiled(mask, boundaries).tolist() == ids(mask, boundaries).tolist()

@@ -139,11 +139,14 @@ def group_reward_stats(
         TypeError: not an array, or a dtype that is not accepted.
         ValueError: both or neither way of grouping, a size that does not divide the rewards, or shapes that differ.
     """
-    array = _floats("rewards", rewards)
-    array = _on_common_ground({"rewards": array})["rewards"]
-    xp = namespace(array)
     if group_ids is not None and group_size is not None:
         raise ValueError("group_ids and group_size exclude each other: give one of them")
+    arrays = {"rewards": _floats("rewards", rewards)}
+    if group_ids is not None:
+        arrays["group_ids"] = _group_ids(group_ids, arrays["rewards"])
+    arrays = _on_common_ground(arrays)
+    array = arrays["rewards"]
+    xp = namespace(array)
     shape = tuple(array.shape)
     count = int(np.prod(shape))
     if group_ids is None:
@@ -157,7 +160,7 @@ def group_reward_stats(
         group = _arange(count, array) // max(size, 1)
         flat = xp.asarray(array.reshape(-1), dtype=xp.float64)
     else:
-        ids = _group_ids(group_ids, array)
+        ids = arrays["group_ids"]
         if tuple(ids.shape) != shape:
             raise ValueError(f"group_ids must have rewards' shape {shape}, got {tuple(ids.shape)}")
         order = _stable_order(ids.reshape(-1))
@@ -233,7 +236,7 @@ def _group_ids(group_ids: Any, like: Array) -> Array:
         return torch.from_numpy(codes).to(device_of(like), non_blocking=True)
     ids = _as_array("group_ids", group_ids)
     _check_dtype("group_ids", ids, _INTEGERS)
-    return _on_common_ground({"rewards": like, "group_ids": ids})["group_ids"]
+    return ids
 
 
 def _stable_order(ids: Array) -> Array:

@@ -14,7 +14,6 @@ from pyrlstats._inputs import (
     Masks,
     _as_array,
     _check_dtype,
-    _on_common_ground,
 )
 from pyrlstats.accumulator import SliceAccumulator
 from pyrlstats.api import slice_stats
@@ -425,13 +424,14 @@ def _naming(argument: str) -> Iterator[None]:
 
 
 def _floats(name: str, value: Any) -> Array:
-    """An array of a floating dtype; integers as float64, which the engine rounds once."""
+    """An array of a floating dtype; integers as float64 where the device has it, which the engine rounds once."""
     array = _as_array(name, value)
     _check_dtype(name, array, (*_FLOATS, *_INTEGERS))
     if str(array.dtype).removeprefix("torch.") in _FLOATS:
         return array
     xp = namespace(array)
-    return xp.asarray(_on_common_ground({name: array})[name], dtype=xp.float64)
+    without_float64 = xp is not np and array.device.type == "mps"
+    return xp.asarray(array, dtype=xp.float32 if without_float64 else xp.float64)
 
 
 def _zeros_like(array: Array) -> Array:
