@@ -14,12 +14,12 @@ NEEDED = ("torch", "rich", "matplotlib", "jinja2")
 
 
 def demo(
-    steps: Annotated[int | None, typer.Option(min=1, help="Training steps. [default: 60]", show_default=False)] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Training steps (default: 60).")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of weights, problems and sampling.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("demo_run"),
     quick: Annotated[bool, typer.Option("--quick", help="A few seconds: shows the form, learns little.")] = False,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads of torch. [default: processors, at most 4]", show_default=False)
+        int | None, typer.Option(min=1, help="Threads of torch (default: one a processor, at most 4).")
     ] = None,
 ) -> None:
     """Train a small agent that uses a calculator, and show its log-ratio tails slice by slice.

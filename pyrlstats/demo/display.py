@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from pyrlstats.demo.training import Score, Step
+from pyrlstats.demo.windows import Window
 from pyrlstats.slice_stats import SliceStats
 
 EVERY = 5  # steps between two tables
@@ -63,6 +64,13 @@ class Display(Protocol):
 def describe(score: Score) -> str:
     """``reward 0.912, solved 88.3%``."""
     return f"reward {score.reward:.3f}, solved {score.solved:.1%}"
+
+
+def tail_line(window: Window) -> str:
+    """``steps 49 to 60, p99.9 of |log-ratio| in nats: text 0.031, ...``."""
+    values = window.stats.to_dict()
+    tails = ", ".join(f"{name} {values[f'{name}/abs_log_ratio_p99_9']:.3g}" for name in window.stats)
+    return f"{window.name}, p99.9 of |log-ratio| in nats: {tails}"
 
 
 class PlainDisplay:
@@ -147,7 +155,7 @@ class LiveDisplay:
 def _table(step: Step) -> Table:
     table = Table(
         title=f"step {step.number}: {describe(step.score)}",
-        caption="x = log-ratio learner - sampler, nats, over all updates of the step",
+        caption="x: log-ratio, learner - sampler, nats; all updates of the step",
         title_justify="left",
         caption_justify="left",
     )

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from pyrlstats.demo.slices import NAMES
 from pyrlstats.demo.training import Score, Step
-from pyrlstats.slice_stats import SliceStats
+from pyrlstats.demo.windows import Window, first_and_last
 
 COLOURS = {"text": "#4477aa", "pre_tool": "#228833", "post_tool": "#cc3311"}
 LEVELS = {0.5: "p50", 0.99: "p99", 0.999: "p99.9", 0.9999: "p99.99"}
@@ -26,32 +26,13 @@ _MAGNITUDES = np.geomspace(SMALLEST, 100.0, 400)
 _SIGNED = np.concatenate((-_MAGNITUDES[::-1], [0.0], _MAGNITUDES))
 
 
-def windows(steps: list[Step]) -> tuple[list[Step], list[Step]]:
-    """The first and the last fifth of the steps, at least one each."""
-    size = max(1, len(steps) // 5)
-    return steps[:size], steps[-size:]
-
-
-def pooled(steps: list[Step]) -> SliceStats:
-    """The statistics of all tokens of some steps, exactly: states merge."""
-    first, *rest = (step.stats for step in steps)
-    return sum(rest, first)
-
-
-def window_name(steps: list[Step]) -> str:
-    """``steps 1 to 12``."""
-    first, last = steps[0].number, steps[-1].number
-    return f"step {first}" if first == last else f"steps {first} to {last}"
-
-
 def draw(steps: list[Step], scores: dict[str, Score], path: Path) -> None:
     """Draw the run and save it as PNG."""
     figure = Figure(figsize=(13, 15), dpi=110, layout="constrained")
     grid = figure.add_gridspec(4, 6)
     _draw_reward(figure.add_subplot(grid[0, :3]), steps, scores)
     _draw_ess(figure.add_subplot(grid[0, 3:]), steps)
-    first, last = windows(steps)
-    compared = [(window_name(first), pooled(first), FIRST), (window_name(last), pooled(last), LAST)]
+    compared = list(zip(first_and_last(steps), (FIRST, LAST), strict=True))
     for row in (1, 2, 3):
         shared: Axes | None = None
         for index, name in enumerate(NAMES):
@@ -96,21 +77,21 @@ def _draw_quantiles(axes: Axes, steps: list[Step], name: str) -> None:
 # the linear part of the axis lies between the two around 0
 _CDF_TICKS = {-10.0: "-10", -0.1: "-0.1", -1e-3: "-0.001", 0.0: "0", 1e-3: "0.001", 0.1: "0.1", 10.0: "10"}
 
-Compared = list[tuple[str, SliceStats, Style]]
+Compared = list[tuple[Window, Style]]
 
 
 def _draw_cdf(axes: Axes, compared: Compared, name: str) -> None:
-    for label, stats, style in compared:
-        axes.plot(_SIGNED, stats[name].cdf(_SIGNED.tolist()), color=COLOURS[name], label=label, **style)
+    for window, style in compared:
+        axes.plot(_SIGNED, window.stats[name].cdf(_SIGNED.tolist()), color=COLOURS[name], label=window.name, **style)
     axes.set_xscale("symlog", linthresh=1e-4)
     axes.set_xticks(*zip(*_CDF_TICKS.items(), strict=True))
     axes.set(title=f"{name}: CDF of the log-ratio", xlabel="log-ratio, nats", ylabel="share of tokens below")
 
 
 def _draw_tail(axes: Axes, compared: Compared, name: str) -> None:
-    for label, stats, style in compared:
-        mass = np.asarray(stats[name].tail_mass(_MAGNITUDES.tolist()))
+    for window, style in compared:
+        mass = np.asarray(window.stats[name].tail_mass(_MAGNITUDES.tolist()))
         seen = mass > 0
-        axes.plot(_MAGNITUDES[seen], mass[seen], color=COLOURS[name], label=label, **style)
+        axes.plot(_MAGNITUDES[seen], mass[seen], color=COLOURS[name], label=window.name, **style)
     axes.set(title=f"{name}: tail of |log-ratio|", xlabel="t, nats", ylabel="share of tokens with |log-ratio| > t")
     axes.set(xscale="log", yscale="log", xlim=(1e-4, 30.0))

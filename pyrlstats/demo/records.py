@@ -18,6 +18,7 @@ import torch
 from pyrlstats._build import version
 from pyrlstats.demo.slices import NAMES
 from pyrlstats.demo.training import Minibatch, Score, Settings, Step
+from pyrlstats.demo.windows import first_and_last
 
 STEPS, SUMMARY, TOKENS, FIGURE, PAGE = "steps.jsonl", "summary.json", "last_step.npz", "report.png", "report.html"
 
@@ -45,11 +46,12 @@ def write_step(folder: Path, step: Step) -> None:
     """One line of JSON: the step, its score and every statistic; null where a slice had no tokens."""
     record = {"step": step.number, **asdict(step.score), **step.stats.to_dict()}
     with (folder / STEPS).open("w" if step.number == 1 else "a") as file:
-        file.write(json.dumps({key: _or_null(value) for key, value in record.items()}, allow_nan=False) + "\n")
+        file.write(json.dumps(_strict(record), allow_nan=False) + "\n")
 
 
-def _or_null(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _strict(values: dict[str, float]) -> dict[str, float | None]:
+    """As JSON takes it: no NaN, no infinity."""
+    return {key: value if math.isfinite(value) else None for key, value in values.items()}
 
 
 def write_tokens(folder: Path, minibatches: list[Minibatch]) -> None:
@@ -73,6 +75,7 @@ def summarise(
         "steps_done": len(steps),
         "interrupted": interrupted,
         "scores": {name: asdict(score) for name, score in scores.items()},
+        "windows": {window.name: _strict(window.stats.to_dict()) for window in first_and_last(steps)},
         "times": asdict(times),
         "threads": torch.get_num_threads(),
         "cpus": os.cpu_count(),

@@ -10,12 +10,12 @@ from typing import Any
 import jinja2
 import torch
 
-from pyrlstats.demo.display import describe
-from pyrlstats.demo.figures import pooled, window_name, windows
+from pyrlstats.demo.display import describe, tail_line
 from pyrlstats.demo.rollout import Rollout
 from pyrlstats.demo.slices import NAMES, Role
 from pyrlstats.demo.task import SYMBOLS
 from pyrlstats.demo.training import Score, Step
+from pyrlstats.demo.windows import Window, first_and_last
 
 LAST_STEPS = 5
 
@@ -56,15 +56,15 @@ def write_page(
     """
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     template = environment.from_string((files("pyrlstats.demo") / "report.html.j2").read_text())
-    first, last = windows(steps)
-    tables = [(window_name(part), pooled(part)) for part in (first, last)]
-    tables += [(f"step {step.number}", step.stats) for step in steps[-LAST_STEPS:]]
+    compared = first_and_last(steps)
+    tables = [*compared, *(Window(f"step {step.number}", step.stats) for step in steps[-LAST_STEPS:])]
     page = template.render(
         summary=summary,
         scores={name: describe(score) for name, score in scores.items()},
         picture=base64.b64encode(picture.read_bytes()).decode(),
+        tails=[tail_line(window) for window in compared],
         columns=list(FIGURES),
-        tables=[(title, _rows(stats.to_dict())) for title, stats in tables],
+        tables=[(name, _rows(stats.to_dict())) for name, stats in tables],
         meanings={name: meaning for name, (_, _, meaning) in FIGURES.items()},
         episodes=[_pieces(*row) for row in zip(episodes.tokens, episodes.roles, strict=True)],
     )

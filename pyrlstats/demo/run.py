@@ -8,12 +8,13 @@ from pathlib import Path
 import torch
 
 from pyrlstats.demo import records
-from pyrlstats.demo.display import Display, choose_display, describe
+from pyrlstats.demo.display import Display, choose_display, describe, tail_line
 from pyrlstats.demo.figures import draw
 from pyrlstats.demo.interrupt import Interrupt
 from pyrlstats.demo.report import write_page
 from pyrlstats.demo.rollout import sample
 from pyrlstats.demo.training import Score, Settings, Step, Trainer
+from pyrlstats.demo.windows import first_and_last
 
 EPISODES_SHOWN = 12
 
@@ -46,6 +47,8 @@ def run(settings: Settings, folder: Path) -> bool:
         problems = trainer.evaluation_problems()[:EPISODES_SHOWN]
         episodes = sample(trainer.policy, problems, torch.Generator().manual_seed(0))
         write_page(folder / records.PAGE, folder / records.FIGURE, steps, scores, summary, episodes)
+        for window in first_and_last(steps):
+            display.say(tail_line(window))
         display.say(f"{times.wall_seconds:.0f} s on the clock, {times.cpu_seconds:.0f} s of processor time")
         display.say(f"report: {folder / records.PAGE}")
     return not interrupt.asked
