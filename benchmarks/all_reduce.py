@@ -249,6 +249,14 @@ def steps() -> list[dict[str, Any]]:
             accumulator.update(*batch)
         accumulator.compute()
         accumulator.reset()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # nothing runs yet
+        accumulator.update(*batches[0])
+    accumulator.reset()
+    for _ in range(3):
+        graph.replay()
+    check(accumulator.compute(), batches[:1] * 3)
+    accumulator.reset()
     contenders: dict[str, Callable[[], Any]] = {
         "pyrlstats, everything": lambda: ours(batches, accumulator),
         "plain torch, 8 scalars by .item()": lambda: item_by_item(batches),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -280,6 +281,20 @@ def test_torchmetrics_on_two_ranks(run_world: World) -> None:
             [ranks.batch(kind, seed)[0] for kind, seed in (("plain", 0), ("plain", 1), ("tiny", 0), ("tiny", 0))]
         )
         assert shares == [float((x > np.log(1.0 + high)).sum()) / len(x) for high in (1.0, 0.2)]
+
+
+def test_the_documentation_runs(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[1] / "docs" / "streams.md").read_text()
+    code = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+    assert "tcp://127.0.0.1:29517" in code
+    scope: dict[str, Any] = {}
+    try:
+        exec(code.replace("tcp://127.0.0.1:29517", f"file://{tmp_path / 'store'}"), scope)
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    assert {"rl/all/n_tokens", "rl/last_20/text/ess_fraction", "rl/decayed/text/ess_fraction"} <= set(scope["log"])
+    assert len(scope["saved"]) == 120
 
 
 def test_without_a_group() -> None:
