@@ -138,14 +138,16 @@ def _from_key(key):
 
 
 @triton.jit
-def result(extrema, counters, s: tl.constexpr, G: tl.constexpr, P: tl.constexpr, WAY: tl.constexpr):
-    """(max x, -min x) of slice s in this program, float64 scalars; after a barrier."""
+def result(extrema, counters, slices, ROWS: tl.constexpr, G: tl.constexpr, P: tl.constexpr, WAY: tl.constexpr):
+    """(max x, -min x) of this program, float64 as ``slices``; after a barrier."""
     if histogram.in_shared(WAY):
-        address = counters[0] + histogram.keys_offset(G, P, WAY) + 4 * s
-        top = _from_key(histogram.load_shared(address))
-        bottom = _from_key(histogram.load_shared(address + 4 * histogram.padded(G)))
-        return top.to(tl.float64), bottom.to(tl.float64)
+        keys = counters[0] + histogram.keys_offset(G, P, WAY) + 4 * slices
+        top = _from_key(histogram.load_shared(keys))
+        bottom = _from_key(histogram.load_shared(keys + 4 * histogram.padded(G)))
     else:
-        top = tl.max(extrema[2 * s], axis=0) + 0.0
-        bottom = tl.max(extrema[2 * s + 1], axis=0) + 0.0
-        return top.to(tl.float64), bottom.to(tl.float64)
+        top = tl.full(slices.shape, float("-inf"), tl.float32)
+        bottom = top
+        for s in tl.static_range(G):
+            top = tl.where(slices == s, tl.max(extrema[2 * s], axis=0) + 0.0, top)
+            bottom = tl.where(slices == s, tl.max(extrema[2 * s + 1], axis=0) + 0.0, bottom)
+    return top.to(tl.float64), bottom.to(tl.float64)

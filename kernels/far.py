@@ -136,21 +136,21 @@ def _add_scaled(row_ptr, exponent, w, w2):
 @triton.jit
 def start(row_ptr, G: tl.constexpr):
     """Zero the scratch rows of this program."""
-    column = tl.arange(0, ROW)
+    lane = tl.arange(0, ROW)
     for s in tl.static_range(G):
-        tl.store(row_ptr + s * ROW + column, tl.zeros((ROW,), tl.float64))
-    tl.debug_barrier()
+        tl.store(row_ptr + s * ROW + lane, tl.zeros((ROW,), tl.float64))
 
 
 @triton.jit
-def finish(row_ptr):
-    """The far columns of a row from its tiles; after a barrier. Returns sum |x|, which goes to that of the near."""
-    tiles_ptr = row_ptr + TILES
-    x = tl.load(tiles_ptr + X)
-    w = tl.load(tiles_ptr + W)
-    tl.store(row_ptr + FAR_X, x)
-    tl.store(row_ptr + FAR_X2, tl.load(tiles_ptr + X2))
-    tl.store(row_ptr + FAR_K3, w + tl.load(tiles_ptr + PLAIN_W3) - tl.load(tiles_ptr + N) - x)
-    tl.store(row_ptr + FAR_W, w)
-    tl.store(row_ptr + FAR_W2, tl.load(tiles_ptr + W2))
-    return tl.load(tiles_ptr + SIZE)
+def finish(rows, inside):
+    """The far columns of scratch rows from their tiles; after a barrier. Returns sum |x|, to add to the near one."""
+    tiles = rows + TILES
+    x = tl.load(tiles + X, mask=inside, other=0.0)
+    w = tl.load(tiles + W, mask=inside, other=0.0)
+    n = tl.load(tiles + N, mask=inside, other=0.0)
+    tl.store(rows + FAR_X, x, mask=inside)
+    tl.store(rows + FAR_X2, tl.load(tiles + X2, mask=inside, other=0.0), mask=inside)
+    tl.store(rows + FAR_K3, w + tl.load(tiles + PLAIN_W3, mask=inside, other=0.0) - n - x, mask=inside)
+    tl.store(rows + FAR_W, w, mask=inside)
+    tl.store(rows + FAR_W2, tl.load(tiles + W2, mask=inside, other=0.0), mask=inside)
+    return tl.load(tiles + SIZE, mask=inside, other=0.0)

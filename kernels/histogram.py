@@ -50,6 +50,11 @@ def n_rows(G, WAY):
 
 
 @triton.constexpr_function
+def power_of_two_from(G):
+    return 1 << (G - 1).bit_length()
+
+
+@triton.constexpr_function
 def padded(G):
     return max(4, 1 << (G - 1).bit_length())
 
@@ -214,13 +219,14 @@ def flush(counters, histogram_ptr, counts_ptr,
           G: tl.constexpr, P: tl.constexpr, WAY: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
     """Add the counters to the state: integer atomics, so in any order the same. After a barrier."""
     if in_shared(WAY):
-        bins = tl.arange(0, 2 * P)
-        extra = tl.arange(0, 16)
-        for s in tl.static_range(G):
-            value = _slice_row(counters[0], 4 * bins, s, G, P, WAY)
-            tl.atomic_add(histogram_ptr + s * 2 * P + bins, value, mask=value != 0, sem="relaxed")
-            special = _slice_row(counters[0], 4 * (2 * P + extra), s, G, P, WAY)
-            _add_counts(special, tl.sum(value, axis=0), extra, counts_ptr + s * tile.N_COUNTS)
+        S: tl.constexpr = power_of_two_from(G)
+        slices = tl.arange(0, S)[:, None]
+        bins = tl.arange(0, 2 * P)[None, :]
+        value = _slice_rows(counters[0], slices, bins, S, G, P, WAY)
+        tl.atomic_add(histogram_ptr + slices * (2 * P) + bins, value, mask=value != 0, sem="relaxed")
+        column = tl.arange(0, 16)[None, :]
+        special = _slice_rows(counters[0], slices, 2 * P + column, S, G, P, WAY)
+        _add_counts(special, tl.sum(value, axis=1), slices, column, counts_ptr)
     elif WAY == REGISTERS:
         slots = tl.arange(0, SLOTS)
         for s in tl.static_range(G):
@@ -228,28 +234,32 @@ def flush(counters, histogram_ptr, counts_ptr,
             in_bins = slots < 2 * P
             tl.atomic_add(histogram_ptr + s * 2 * P + slots, value, mask=in_bins & (value != 0), sem="relaxed")
             total = tl.sum(tl.where(in_bins, value, 0), axis=0)
-            _add_counts(tl.where(in_bins, 0, value), total, slots - 2 * P, counts_ptr + s * tile.N_COUNTS)
+            special = tl.where(in_bins, 0, value)[None, :]
+            slices = tl.full((1, 1), s, tl.int32)
+            _add_counts(special, total + tl.zeros((1,), tl.int64), slices, slots[None, :] - 2 * P, counts_ptr)
 
 
 @triton.jit
-def _slice_row(base, offset, s: tl.constexpr, G: tl.constexpr, P: tl.constexpr, WAY: tl.constexpr):
-    """int64 counts of slice s at byte offsets of a row."""
+def _slice_rows(base, slices, slot, S: tl.constexpr, G: tl.constexpr, P: tl.constexpr, WAY: tl.constexpr):
+    """int64 [S, slots]: counts of every slice, 0 beyond the last."""
+    offset = base + 32 + 4 * slot + tl.zeros((S, 1), tl.int32)
     if WAY == PATTERNS:
         total = tl.zeros(offset.shape, tl.int64)
         for pattern in tl.static_range(1, 1 << G):
-            if (pattern >> s) & 1:
-                at = base + 32 + (pattern - 1) * row_bytes(P) + offset
-                total += load_shared(at).to(tl.uint32, bitcast=True).to(tl.int64)
+            value = load_shared(offset + (pattern - 1) * row_bytes(P)).to(tl.uint32, bitcast=True).to(tl.int64)
+            total += tl.where(((pattern >> slices) & 1) != 0, value, 0)
         return total
     else:
-        return load_shared(base + 32 + s * row_bytes(P) + offset).to(tl.uint32, bitcast=True).to(tl.int64)
+        row = tl.minimum(slices, G - 1)  # G = 3: no row of its own for the fourth
+        value = load_shared(offset + row * row_bytes(P)).to(tl.uint32, bitcast=True).to(tl.int64)
+        return tl.where(slices < G, value, 0)
 
 
 @triton.jit
-def _add_counts(value, in_bins, column, counts_ptr):
-    """Column 0, n_tokens, is every token that is in a bin, zero or not finite."""
+def _add_counts(value, in_bins, slices, column, counts_ptr):
+    """value [S, columns]. Column 0, n_tokens, is every token that is in a bin, zero or not finite."""
     apart = (column >= tile.NAN) & (column <= tile.ZERO)
-    total = in_bins + tl.sum(tl.where(apart, value, 0), axis=0)
-    value = tl.where(column == 0, total, value)
+    total = in_bins + tl.sum(tl.where(apart, value, 0), axis=1)
+    value = tl.where(column == 0, total[:, None], value)
     inside = (column >= 0) & (column < tile.N_COUNTS)
-    tl.atomic_add(counts_ptr + column, value, mask=inside & (value != 0), sem="relaxed")
+    tl.atomic_add(counts_ptr + slices * tile.N_COUNTS + column, value, mask=inside & (value != 0), sem="relaxed")

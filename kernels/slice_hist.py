@@ -24,44 +24,106 @@ def _strided(start, local, columns, strides):
     return row * strides[0] + down.to(tl.int64) * strides[0] + across.to(tl.int64) * strides[1]
 
 
-@triton.constexpr_function
-def _all_bytes(mask_ptrs, G):
-    return all(mask_ptrs[s].dtype.element_ty.primitive_bitwidth <= 8 for s in range(G))
+@triton.jit
+def _members_of_ids(ids, n_slices, first, base, G: tl.constexpr):
+    """Members, histogram row (slice + 1, 0 for none), ids out of range."""
+    beyond = ids >= n_slices
+    local = tl.where(beyond | (ids < 0), -1, ids.to(tl.int32) - first)
+    here = (local >= 0) & (local < G) & base
+    return tl.where(here, 1 << (local & 31), 0), tl.where(here, local + 1, 0), (beyond & base & (first == 0)).to(tl.int32)
 
 
 @triton.jit
-def _members(mask_ptrs, offsets, keep, base, n_slices, first,
-             SHAPE: tl.constexpr, MODE: tl.constexpr, G: tl.constexpr, FULL: tl.constexpr,
-             WAY: tl.constexpr):  # fmt: skip
-    """int32: bit s = member of slice first + s; the histogram row; tokens whose id is out of range."""
-    outside = tl.zeros(SHAPE, tl.int32)
-    if MODE == tile.MASKS:
-        if histogram.in_shared(WAY) and _all_bytes(mask_ptrs, G):
-            masks = (tile.load(mask_ptrs[0].to(tl.pointer_type(tl.int8), bitcast=True), offsets[0], keep, FULL),)
-            for s in tl.static_range(1, G):
-                ptr = mask_ptrs[s].to(tl.pointer_type(tl.int8), bitcast=True)
-                masks = masks + (tile.load(ptr, offsets[s], keep, FULL),)
-            members = tile.pack_bytes(masks, G)
-        else:
-            members = (tile.load(mask_ptrs[0], offsets[0], keep, FULL) != 0).to(tl.int32)
-            for s in tl.static_range(1, G):
-                mask = tile.load(mask_ptrs[s], offsets[s], keep, FULL) != 0
-                members = members | (mask.to(tl.int32) << s)
-    elif MODE == tile.BITS:
-        bits = tile.load(mask_ptrs[0], offsets[0], keep, FULL).to(tl.int32)
-        members = (bits >> first) & ((1 << G) - 1)
-    elif MODE == tile.IDS:
-        ids = tile.load(mask_ptrs[0], offsets[0], keep, FULL)
-        beyond = ids >= n_slices
-        local = tl.where(beyond | (ids < 0), -1, ids.to(tl.int32) - first)
-        members = tl.where((local >= 0) & (local < G), 1 << (local & 31), 0)
-        members = tl.where(base, members, 0)
-        outside = (beyond & base & (first == 0)).to(tl.int32)
-        return members, tl.where(members != 0, local + 1, 0), outside
+def _fetch(logp_ptr, old_ptr, mask_ptrs, base_ptr, start, inside,
+           ROWS: tl.constexpr, V: tl.constexpr, N_MASKS: tl.constexpr, HAS_BASE: tl.constexpr):  # fmt: skip
+    """The words of one full tile."""
+    raw = (
+        tile.fetch(logp_ptr + start, inside, ROWS, V),
+        tile.fetch(old_ptr + start, inside, ROWS, V),
+    )
+    for s in tl.static_range(N_MASKS):
+        raw = raw + (tile.fetch(mask_ptrs[s] + start, inside, ROWS, V),)
+    if HAS_BASE:
+        raw = raw + (tile.fetch(base_ptr + start, inside, ROWS, V),)
+    return raw
+
+
+@triton.jit
+def _unpack(raw, logp_ptr, old_ptr, mask_ptrs, base_ptr, n_slices, first,
+            ROWS: tl.constexpr, V: tl.constexpr, G: tl.constexpr, MODE: tl.constexpr,
+            N_MASKS: tl.constexpr, HAS_BASE: tl.constexpr):  # fmt: skip
+    """x of a fetched tile (0 for non-members), members, histogram rows, ids out of range."""
+    outside = tl.zeros((ROWS, V), tl.int32)
+    if HAS_BASE:
+        base = tile.is_set(raw[2 + N_MASKS], base_ptr.dtype.element_ty, ROWS, V)
     else:
-        members = tl.full(SHAPE, 1, tl.int32)
-    members = tl.where(base, members, 0)
-    return members, members, outside
+        base = tl.full((ROWS, V), 1, tl.int1)
+    if MODE == tile.ALL:
+        members = base.to(tl.int32)
+    elif MODE == tile.BITS:
+        bits = tile.unpack_integers(raw[2], mask_ptrs[0].dtype.element_ty, ROWS, V)
+        members = tl.where(base, (bits >> first) & ((1 << G) - 1), 0)
+    elif MODE == tile.MASKS:
+        if tile.all_bytes(mask_ptrs, G):  # four tokens at a time
+            packed = (tile.set_bytes(raw[2]) >> 7) & 0x01010101
+            for s in tl.static_range(1, G):
+                packed = packed | ((tile.set_bytes(raw[2 + s]) >> (7 - s)) & (0x01010101 << s))
+            members = tile.unpack_bytes(packed, ROWS, V)
+        else:
+            members = tile.is_set(raw[2], mask_ptrs[0].dtype.element_ty, ROWS, V).to(tl.int32)
+            for s in tl.static_range(1, G):
+                mask = tile.is_set(raw[2 + s], mask_ptrs[s].dtype.element_ty, ROWS, V)
+                members = members | (mask.to(tl.int32) << s)
+        if HAS_BASE:
+            members = tl.where(base, members, 0)
+    row = members
+    if MODE == tile.IDS:
+        ids = tile.unpack_integers(raw[2], mask_ptrs[0].dtype.element_ty, ROWS, V)
+        members, row, outside = _members_of_ids(ids, n_slices, first, base, G)
+    x = tile.log_ratio(
+        tile.unpack_floats(raw[0], logp_ptr.dtype.element_ty, ROWS, V),
+        tile.unpack_floats(raw[1], old_ptr.dtype.element_ty, ROWS, V),
+    )
+    return tl.where(members != 0, x, 0.0), members, row, outside
+
+
+@triton.jit
+def _load(logp_ptr, old_ptr, mask_ptrs, base_ptr, start, n, n_slices, first, columns, strides,
+          ROWS: tl.constexpr, V: tl.constexpr, G: tl.constexpr, MODE: tl.constexpr,
+          N_MASKS: tl.constexpr, HAS_BASE: tl.constexpr, FLAT: tl.constexpr):  # fmt: skip
+    """What _unpack returns, of any tile: one element at a time, with strides, masked at the end of the tokens."""
+    local = tl.arange(0, ROWS)[:, None] * V + tl.arange(0, V)[None, :]
+    keep = local < n - start
+    if FLAT:
+        at = start + local
+        offsets = (at, at, at, at, at, at, at)
+    else:
+        offsets = (_strided(start, local, columns, strides[0]),)
+        for t in tl.static_range(1, 7):
+            offsets = offsets + (_strided(start, local, columns, strides[t]),)
+    outside = tl.zeros((ROWS, V), tl.int32)
+    base = keep
+    if HAS_BASE:
+        base = keep & (tl.load(base_ptr + offsets[2], mask=keep, other=0) != 0)
+    if MODE == tile.ALL:
+        members = base.to(tl.int32)
+    elif MODE == tile.BITS:
+        bits = tl.load(mask_ptrs[0] + offsets[3], mask=keep, other=0).to(tl.int32)
+        members = tl.where(base, (bits >> first) & ((1 << G) - 1), 0)
+    elif MODE == tile.MASKS:
+        members = tl.zeros((ROWS, V), tl.int32)
+        for s in tl.static_range(G):
+            mask = tl.load(mask_ptrs[s] + offsets[3 + s], mask=keep, other=0) != 0
+            members = members | (mask.to(tl.int32) << s)
+        members = tl.where(base, members, 0)
+    row = members
+    if MODE == tile.IDS:
+        ids = tl.load(mask_ptrs[0] + offsets[3], mask=keep, other=-1 if mask_ptrs[0].dtype.element_ty.is_int_signed() else 0)
+        members, row, outside = _members_of_ids(ids, n_slices, first, base, G)
+    x = tile.log_ratio(
+        tl.load(logp_ptr + offsets[0], mask=keep, other=0.0), tl.load(old_ptr + offsets[1], mask=keep, other=0.0)
+    )
+    return tl.where(members != 0, x, 0.0), members, row, outside
 
 
 @triton.jit
@@ -109,44 +171,6 @@ def _add_near(near, x, members, ROWS: tl.constexpr, V: tl.constexpr, G: tl.const
 
 
 @triton.jit
-def _load(logp_ptr, old_ptr, mask_ptrs, base_ptr, start, n, n_slices, first, columns, strides,
-          ROWS: tl.constexpr, V: tl.constexpr, G: tl.constexpr, MODE: tl.constexpr, HAS_BASE: tl.constexpr,
-          FLAT: tl.constexpr, FULL: tl.constexpr, WAY: tl.constexpr):  # fmt: skip
-    """x of one tile (0 for non-members), members, histogram rows, ids out of range."""
-    SHAPE: tl.constexpr = (ROWS, V)
-    local = tl.arange(0, ROWS)[:, None] * V + tl.arange(0, V)[None, :]
-    keep = local < n - start
-    N_MASKS: tl.constexpr = G if MODE == tile.MASKS else 1
-    if FLAT:
-        logp = tile.load(logp_ptr + start, local, keep, FULL)
-        old = tile.load(old_ptr + start, local, keep, FULL)
-        masks = (mask_ptrs[0] + start,)
-        mask_offsets = (local,)
-        for s in tl.static_range(1, N_MASKS):
-            masks = masks + (mask_ptrs[s] + start,)
-            mask_offsets = mask_offsets + (local,)
-        base_at = base_ptr + start
-        base_offsets = local
-    else:
-        logp = tile.load(logp_ptr, _strided(start, local, columns, strides[0]), keep, FULL)
-        old = tile.load(old_ptr, _strided(start, local, columns, strides[1]), keep, FULL)
-        masks = mask_ptrs
-        mask_offsets = (_strided(start, local, columns, strides[3]),)
-        for s in tl.static_range(1, N_MASKS):
-            mask_offsets = mask_offsets + (_strided(start, local, columns, strides[3 + s]),)
-        base_at = base_ptr
-        base_offsets = _strided(start, local, columns, strides[2])
-    if HAS_BASE:
-        base = tile.load(base_at, base_offsets, keep, FULL) != 0
-    elif FULL:
-        base = tl.full(SHAPE, 1, tl.int1)
-    else:
-        base = keep
-    members, row, outside = _members(masks, mask_offsets, keep, base, n_slices, first, SHAPE, MODE, G, FULL, WAY)
-    return tl.where(members != 0, tile.log_ratio(logp, old), 0.0), members, row, outside
-
-
-@triton.jit
 def _tile(near, counters, extremes, any_far, x, members, row, outside, histogram_ptr, counts_ptr, row_ptr,
           low, high, tail_bits,
           ROWS: tl.constexpr, V: tl.constexpr, G: tl.constexpr, MODE: tl.constexpr,
@@ -168,91 +192,129 @@ def _tile(near, counters, extremes, any_far, x, members, row, outside, histogram
         counters = histogram.add(
             counters, tl.where(finite, nowhere, slot), tl.where(finite, 0, members), tl.where(finite, 0, row),
             histogram_ptr, counts_ptr, G, P, WAY, SLOTS)  # fmt: skip
-        members = tl.where(finite, members, 0)
-        row = tl.where(finite, row, 0)
+        kept = tl.where(finite, members, 0)
+        kept_row = tl.where(finite, row, 0)
         x = tl.where(finite, x, 0.0)
         slot = tl.where(x < low, 2 * P + tile.CLIP_LOW, tl.where(x > high, 2 * P + tile.CLIP_HIGH, nowhere))
         clipped = slot != nowhere
         counters = histogram.add(
-            counters, slot, tl.where(clipped, members, 0), tl.where(clipped, row, 0),
+            counters, slot, tl.where(clipped, kept, 0), tl.where(clipped, kept_row, 0),
             histogram_ptr, counts_ptr, G, P, WAY, SLOTS)  # fmt: skip
         near_x = x
         if largest >= tile.NEAR_BITS:
             is_far = finite & (magnitude >= tile.NEAR_BITS)
             counters = histogram.add(
-                counters, tl.where(is_far, 2 * P + tile.FAR, nowhere), tl.where(is_far, members, 0),
-                tl.where(is_far, row, 0), histogram_ptr, counts_ptr, G, P, WAY, SLOTS)  # fmt: skip
-            far.add_tile(row_ptr, x, members, is_far, G)
+                counters, tl.where(is_far, 2 * P + tile.FAR, nowhere), tl.where(is_far, kept, 0),
+                tl.where(is_far, kept_row, 0), histogram_ptr, counts_ptr, G, P, WAY, SLOTS)  # fmt: skip
+            far.add_tile(row_ptr, x, kept, is_far, G)
             any_far += 1
             near_x = tl.where(is_far, 0.0, x)
-
-    slot = tile.slot_of(x, P, SHIFT, OFFSET)
-    counters = histogram.add(counters, slot, members, row, histogram_ptr, counts_ptr, G, P, WAY, SLOTS)
-    extremes = extrema.update(extremes, counters, x, members, G, P, V, WAY)
+        slot = tile.slot_of(x, False, P, SHIFT, OFFSET)
+        counters = histogram.add(counters, slot, kept, kept_row, histogram_ptr, counts_ptr, G, P, WAY, SLOTS)
+        extremes = extrema.update(extremes, counters, x, kept, G, P, V, WAY)
+    else:  # the same without what cannot be, and without values that would have to be kept for later
+        slot = tile.slot_of(x, tile.is_below(tile.NEAR_BITS, P, SHIFT, OFFSET), P, SHIFT, OFFSET)
+        counters = histogram.add(counters, slot, members, row, histogram_ptr, counts_ptr, G, P, WAY, SLOTS)
+        extremes = extrema.update(extremes, counters, x, members, G, P, V, WAY)
     near = _add_near(near, near_x, members, ROWS, V, G)
     return near, counters, extremes, any_far
 
 
 @triton.jit
-def _store_program(near, counters, extremes, row_ptr, any_far,
+def _stack(tensors, START: tl.constexpr, STEP: tl.constexpr, COUNT: tl.constexpr):
+    """tensors[START::STEP], COUNT of them, joined in order: [..., 2, 2, ...]."""
+    if COUNT == 1:
+        return tensors[START]
+    else:
+        half: tl.constexpr = COUNT // 2
+        return tl.join(_stack(tensors, START, 2 * STEP, half), _stack(tensors, START + STEP, 2 * STEP, half))
+
+
+@triton.jit
+def _totals(tensors, ROWS: tl.constexpr, COUNT: tl.constexpr):
+    """Sums of COUNT tensors [ROWS] in one reduction: 20 one after the other took 8 us."""
+    return tl.sum(tl.reshape(_stack(tensors, 0, 1, COUNT), (ROWS, COUNT)), axis=0)
+
+
+@triton.jit
+def _store_program(near, counters, extremes, row_ptr, any_far, ROWS: tl.constexpr,
                    G: tl.constexpr, P: tl.constexpr, WAY: tl.constexpr):  # fmt: skip
     """The program's sums and extrema into its scratch rows; after a barrier."""
-    column = tl.arange(0, far.RESULT)
-    for s in tl.static_range(G):
-        far_size = tl.cast(0.0, tl.float64)
-        if any_far != 0:
-            far_size = far.finish(row_ptr + s * far.ROW)
-        value = tl.zeros((far.RESULT,), tl.float64)
-        for j in tl.static_range(5):
-            value = tl.where(column == j, tl.sum(near[5 * s + j], axis=0), value)
-        value = tl.where(column == far.ABS_X, value + far_size, value)
-        top, bottom = extrema.result(extremes, counters, s, G, P, WAY)
-        value = tl.where(column == far.MAX_X, top, value)
-        value = tl.where(column == far.NEG_MIN_X, bottom, value)
-        mine = (column < 5) | (column == far.MAX_X) | (column == far.NEG_MIN_X)
-        tl.store(row_ptr + s * far.ROW + column, value, mask=mine)
+    PG: tl.constexpr = histogram.power_of_two_from(G)
+    first_four = ()
+    size = ()
+    for s in tl.static_range(PG):
+        for j in tl.static_range(4):
+            first_four = first_four + ((near[5 * s + j] if s < G else tl.zeros((ROWS,), tl.float64)),)
+        size = size + ((near[5 * s + 4] if s < G else tl.zeros((ROWS,), tl.float64)),)
+    lane = tl.arange(0, 4 * PG)
+    tl.store(row_ptr + (lane // 4) * far.ROW + lane % 4, _totals(first_four, ROWS, 4 * PG), mask=lane < 4 * G)
+    slices = tl.arange(0, PG)
+    rows = row_ptr + slices * far.ROW
+    inside = slices < G
+    # the slices of a program are one vector everywhere below
+    total_size = tl.reshape(_totals(size, ROWS, PG), (PG,)) if PG > 1 else tl.full((1,), tl.sum(size[0], axis=0), tl.float64)
+    top, bottom = extrema.result(extremes, counters, slices, ROWS, G, P, WAY)
+    tl.store(rows + far.MAX_X, top, mask=inside)
+    tl.store(rows + far.NEG_MIN_X, bottom, mask=inside)
+    if any_far != 0:
+        total_size += far.finish(rows, inside)
+    tl.store(rows + far.ABS_X, total_size, mask=inside)
 
 
 @triton.jit
 def _run(logp_ptr, old_ptr, mask_ptrs, base_ptr, state_ptr, scratch_ptr, ticket_ptr,
          n, n_slices, first, low, high, tail_bits, columns, strides,
          ROWS: tl.constexpr, V: tl.constexpr, G: tl.constexpr, MODE: tl.constexpr, HAS_BASE: tl.constexpr,
-         FLAT: tl.constexpr, P: tl.constexpr, SHIFT: tl.constexpr, OFFSET: tl.constexpr,
+         FLAT: tl.constexpr, ALIGNED: tl.constexpr, P: tl.constexpr, SHIFT: tl.constexpr, OFFSET: tl.constexpr,
          WAY: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
     TILE: tl.constexpr = ROWS * V
+    N_MASKS: tl.constexpr = G if MODE == tile.MASKS else (0 if MODE == tile.ALL else 1)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    n = tl.cast(n, tl.int64)
     counts_ptr = state_ptr + first * tile.N_COUNTS
     histogram_ptr = state_ptr + n_slices * tile.N_COUNTS + first * 2 * P
     row_ptr = scratch_ptr + program * (G * far.ROW)
 
+    full_tiles = n // TILE
+    if ALIGNED:
+        raw = _fetch(logp_ptr, old_ptr, mask_ptrs, base_ptr, tl.cast(program, tl.int64) * TILE, program < full_tiles,
+                     ROWS, V, N_MASKS, HAS_BASE)  # fmt: skip
+    else:
+        raw = (0,)
     far.start(row_ptr, G)
     counters = histogram.start(n, scratch_ptr, G, P, WAY, SLOTS)
     extremes = extrema.start(ROWS, G, WAY)
     near = (tl.zeros((ROWS,), tl.float64),)
     for _ in tl.static_range(1, 5 * G):
         near = near + (tl.zeros((ROWS,), tl.float64),)
-
     any_far = tl.cast(0, tl.int32)
-    full_tiles = n // TILE
-    for i in range(program, (n + TILE - 1) // TILE, programs):
+
+    for i in range(program, ((n + TILE - 1) // TILE).to(tl.int32), programs):
         start = tl.cast(i, tl.int64) * TILE
-        if i < full_tiles:
-            x, members, row, outside = _load(
-                logp_ptr, old_ptr, mask_ptrs, base_ptr, start, n, n_slices, first, columns, strides,
-                ROWS, V, G, MODE, HAS_BASE, FLAT, True, WAY)  # fmt: skip
+        if ALIGNED:
+            if i < full_tiles:
+                x, members, row, outside = _unpack(
+                    raw, logp_ptr, old_ptr, mask_ptrs, base_ptr, n_slices, first,
+                    ROWS, V, G, MODE, N_MASKS, HAS_BASE)  # fmt: skip
+            else:
+                x, members, row, outside = _load(
+                    logp_ptr, old_ptr, mask_ptrs, base_ptr, start, n, n_slices, first, columns, strides,
+                    ROWS, V, G, MODE, N_MASKS, HAS_BASE, FLAT)  # fmt: skip
+            # the next tile is on its way while this one is counted
+            raw = _fetch(logp_ptr, old_ptr, mask_ptrs, base_ptr, start + tl.cast(programs, tl.int64) * TILE,
+                         i + programs < full_tiles, ROWS, V, N_MASKS, HAS_BASE)  # fmt: skip
         else:
             x, members, row, outside = _load(
                 logp_ptr, old_ptr, mask_ptrs, base_ptr, start, n, n_slices, first, columns, strides,
-                ROWS, V, G, MODE, HAS_BASE, FLAT, False, WAY)  # fmt: skip
+                ROWS, V, G, MODE, N_MASKS, HAS_BASE, FLAT)  # fmt: skip
         near, counters, extremes, any_far = _tile(
             near, counters, extremes, any_far, x, members, row, outside, histogram_ptr, counts_ptr, row_ptr,
             low, high, tail_bits, ROWS, V, G, MODE, P, SHIFT, OFFSET, WAY, SLOTS)  # fmt: skip
 
     tl.debug_barrier()
-    _store_program(near, counters, extremes, row_ptr, any_far, G, P, WAY)
     histogram.flush(counters, histogram_ptr, counts_ptr, G, P, WAY, SLOTS)
+    _store_program(near, counters, extremes, row_ptr, any_far, ROWS, G, P, WAY)
     tl.debug_barrier()  # every thread's stores come before the ticket
     ticket = tl.atomic_add(ticket_ptr, 1, sem="acq_rel")
     if ticket == programs - 1:
@@ -267,32 +329,40 @@ def _run(logp_ptr, old_ptr, mask_ptrs, base_ptr, state_ptr, scratch_ptr, ticket_
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "n_slices", "first", "tail_bits"])
 def slice_hist_kernel(logp_ptr, old_ptr, mask0, mask1, mask2, mask3, base_ptr, state_ptr, scratch_ptr, ticket_ptr,
-                      n, n_slices, first, low, high, tail_bits,
+                      n: tl.int64, n_slices: tl.int32, first: tl.int32,
+                      low: tl.float32, high: tl.float32, tail_bits: tl.int32,
                       ROWS: tl.constexpr, V: tl.constexpr, G: tl.constexpr, MODE: tl.constexpr,
-                      HAS_BASE: tl.constexpr, P: tl.constexpr, SHIFT: tl.constexpr, OFFSET: tl.constexpr,
+                      HAS_BASE: tl.constexpr, ALIGNED: tl.constexpr,
+                      P: tl.constexpr, SHIFT: tl.constexpr, OFFSET: tl.constexpr,
                       WAY: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
-    """Contiguous tokens [n]. The state and the scratch rows are as slice_hist() says."""
+    """Contiguous tokens [n]; ALIGNED: every pointer to 16 bytes."""
     _run(logp_ptr, old_ptr, (mask0, mask1, mask2, mask3), base_ptr, state_ptr, scratch_ptr, ticket_ptr,
-         n, n_slices, first, low, high, tail_bits, 1, ((1, 1),),
-         ROWS, V, G, MODE, HAS_BASE, True, P, SHIFT, OFFSET, WAY, SLOTS)  # fmt: skip
+         n, n_slices, first, low, high, tail_bits, n, ((1, 1),),
+         ROWS, V, G, MODE, HAS_BASE, True, ALIGNED, P, SHIFT, OFFSET, WAY, SLOTS)  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[
+    "n", "n_slices", "first", "tail_bits", "columns", "logp_row", "logp_col", "old_row", "old_col",
+    "base_row", "base_col", "row0", "col0", "row1", "col1", "row2", "col2", "row3", "col3"])  # fmt: skip
 def slice_hist_strided_kernel(logp_ptr, old_ptr, mask0, mask1, mask2, mask3, base_ptr, state_ptr, scratch_ptr,
-                              ticket_ptr, n, n_slices, first, low, high, tail_bits, columns,
-                              logp_row, logp_col, old_row, old_col, base_row, base_col,
-                              row0, col0, row1, col1, row2, col2, row3, col3,
+                              ticket_ptr, n: tl.int64, n_slices: tl.int32, first: tl.int32,
+                              low: tl.float32, high: tl.float32, tail_bits: tl.int32, columns: tl.int64,
+                              logp_row: tl.int64, logp_col: tl.int64, old_row: tl.int64, old_col: tl.int64,
+                              base_row: tl.int64, base_col: tl.int64, row0: tl.int64, col0: tl.int64,
+                              row1: tl.int64, col1: tl.int64, row2: tl.int64, col2: tl.int64,
+                              row3: tl.int64, col3: tl.int64,
                               ROWS: tl.constexpr, V: tl.constexpr, G: tl.constexpr, MODE: tl.constexpr,
-                              HAS_BASE: tl.constexpr, P: tl.constexpr, SHIFT: tl.constexpr, OFFSET: tl.constexpr,
+                              HAS_BASE: tl.constexpr, ALIGNED: tl.constexpr,
+                              P: tl.constexpr, SHIFT: tl.constexpr, OFFSET: tl.constexpr,
                               WAY: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
     """Tokens [n / columns, columns] with two strides a tensor, in elements; 0 for a broadcast mask."""
     strides = ((logp_row, logp_col), (old_row, old_col), (base_row, base_col),
                (row0, col0), (row1, col1), (row2, col2), (row3, col3))  # fmt: skip
     _run(logp_ptr, old_ptr, (mask0, mask1, mask2, mask3), base_ptr, state_ptr, scratch_ptr, ticket_ptr,
-         n, n_slices, first, low, high, tail_bits, tl.cast(columns, tl.int64), strides,
-         ROWS, V, G, MODE, HAS_BASE, False, P, SHIFT, OFFSET, WAY, SLOTS)  # fmt: skip
+         n, n_slices, first, low, high, tail_bits, columns, strides,
+         ROWS, V, G, MODE, HAS_BASE, False, False, P, SHIFT, OFFSET, WAY, SLOTS)  # fmt: skip
 
 
 class Config(NamedTuple):
@@ -302,15 +372,18 @@ class Config(NamedTuple):
     v: int  # contiguous tokens of a thread
     per_sm: int  # programs an SM
     many_rows: bool  # more than 48 KiB of histogram rows a program, so one program an SM
+    registers: int  # at most, a thread; the far branch would take all there are
 
 
 def config(n: int, itemsize: int, slices: int, portable: bool) -> Config:
     """By measurement on an H100."""
     if portable:
-        return Config(rows=256, v=8, per_sm=2, many_rows=False)
-    if n >= 1 << 22 and slices > 2:
-        return Config(rows=512, v=8, per_sm=1, many_rows=True)
-    return Config(rows=256, v=8, per_sm=2, many_rows=False)
+        return Config(rows=256, v=8, per_sm=2, many_rows=False, registers=0)
+    if slices > 2:
+        if n >= 1 << 22:
+            return Config(rows=512, v=8, per_sm=1, many_rows=True, registers=128)
+        return Config(rows=256, v=8, per_sm=2, many_rows=False, registers=128)
+    return Config(rows=256, v=8, per_sm=3, many_rows=False, registers=80)
 
 
 def constants(layout: Any, way: int) -> dict[str, int]:

@@ -32,51 +32,95 @@ BITS = tl.constexpr(2)  # one integer tensor, bit s = slice s
 IDS = tl.constexpr(3)  # one integer tensor, the slice itself
 
 
-@triton.jit
-def load(ptr, offsets, keep, FULL: tl.constexpr):
-    if FULL:
-        return tl.load(ptr + offsets)
-    else:
-        return tl.load(ptr + offsets, mask=keep, other=0)
+@triton.constexpr_function
+def words(V, element_ty):
+    """32-bit words of V tokens, or V where an element is no smaller."""
+    return V * min(element_ty.primitive_bitwidth, 32) // 32 if element_ty.primitive_bitwidth > 1 else V // 4
 
 
 @triton.constexpr_function
-def _pack_asm(G):
-    """4 bytes of each of G masks -> 4 members, bit s = byte of mask s is not 0: 6 instructions a token, not 30."""
-    lines = [".reg .b32 t, c;", "mov.b32 c, 0;"]
-    for s in range(G):
-        w = f"${4 + s}"
-        lines += [
-            f"and.b32 t, {w}, 0x7f7f7f7f;",
-            "add.u32 t, t, 0x7f7f7f7f;",
-            f"or.b32 t, t, {w};",
-            "and.b32 t, t, 0x80808080;",
-            f"shr.u32 t, t, {7 - s};",
-            "or.b32 c, c, t;",
-        ]
-    lines += [f"prmt.b32 ${j}, c, 0, {0x4440 + j:#x};" for j in range(4)]
-    return "{ " + " ".join(lines) + " }"
+def is_byte(element_ty):
+    return element_ty.primitive_bitwidth <= 8
 
 
 @triton.constexpr_function
-def _pack_constraints(G):
-    return ",".join(["=r"] * 4 + ["r"] * G)
+def all_bytes(ptrs, G):
+    return all(ptrs[s].dtype.element_ty.primitive_bitwidth <= 8 for s in range(G))
 
 
 @triton.jit
-def pack_bytes(masks, G: tl.constexpr):
-    """Members [ROWS, V] from G int8 masks."""
-    if G == 1:
-        args = [masks[0]]
-    elif G == 2:
-        args = [masks[0], masks[1]]
-    elif G == 3:
-        args = [masks[0], masks[1], masks[2]]
+def fetch(ptr, inside, ROWS: tl.constexpr, V: tl.constexpr):
+    """V contiguous elements a row, as 32-bit words if they are smaller: loaded early, unpacked when needed.
+
+    Unpacked at once they would take twice to four times the registers, and wait for the load.
+    """
+    WORDS: tl.constexpr = words(V, ptr.dtype.element_ty)
+    if ptr.dtype.element_ty.primitive_bitwidth < 32:
+        ptr = ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    at = tl.arange(0, ROWS)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+    return tl.load(ptr + at, mask=tl.full((ROWS, WORDS), 1, tl.int1) & inside)
+
+
+@triton.jit
+def _interleaved(a, b, ROWS: tl.constexpr, V: tl.constexpr):
+    return tl.reshape(tl.join(a, b), (ROWS, V))
+
+
+@triton.jit
+def unpack_floats(word, element_ty: tl.constexpr, ROWS: tl.constexpr, V: tl.constexpr):
+    if element_ty == tl.bfloat16:
+        low = (word << 16).to(tl.float32, bitcast=True)
+        high = (word & -65536).to(tl.float32, bitcast=True)
+        return _interleaved(low, high, ROWS, V)
+    elif element_ty == tl.float16:
+        low = (word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+        high = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+        return _interleaved(low.to(tl.float32), high.to(tl.float32), ROWS, V)
     else:
-        args = [masks[0], masks[1], masks[2], masks[3]]
-    return tl.inline_asm_elementwise(
-        _pack_asm(G), _pack_constraints(G), args, dtype=tl.int32, is_pure=True, pack=4
-    )
+        return word
+
+
+@triton.jit
+def unpack_bytes(word, ROWS: tl.constexpr, V: tl.constexpr):
+    """int32 [ROWS, V], 0 to 255."""
+    even = tl.join(word & 0xFF, (word >> 16) & 0xFF)
+    odd = tl.join((word >> 8) & 0xFF, (word >> 24) & 0xFF)
+    return tl.reshape(tl.join(even, odd), (ROWS, V))
+
+
+@triton.jit
+def unpack_integers(word, element_ty: tl.constexpr, ROWS: tl.constexpr, V: tl.constexpr):
+    """The elements as they are, small ones as int32."""
+    if is_byte(element_ty):
+        value = unpack_bytes(word, ROWS, V)
+        if element_ty == tl.int8:
+            value = value.to(tl.int8).to(tl.int32)
+        return value
+    elif element_ty.primitive_bitwidth == 16:
+        low = (word << 16) >> 16
+        high = word >> 16
+        if element_ty == tl.uint16:
+            low = low & 0xFFFF
+            high = high & 0xFFFF
+        return _interleaved(low, high, ROWS, V)
+    else:
+        return word
+
+
+@triton.jit
+def is_set(word, element_ty: tl.constexpr, ROWS: tl.constexpr, V: tl.constexpr):
+    """int1 [ROWS, V] from fetched words: not zero; NaN is set."""
+    if element_ty.primitive_bitwidth == 16 and element_ty.is_floating():
+        return unpack_floats(word, element_ty, ROWS, V) != 0
+    else:
+        return unpack_integers(word, element_ty, ROWS, V) != 0
+
+
+@triton.jit
+def set_bytes(word):
+    """0x80 in every byte of a word that is not zero, 0 in the others."""
+    low = (word & 0x7F7F7F7F) + 0x7F7F7F7F
+    return (low | word) & -2139062144
 
 
 @triton.jit
@@ -90,12 +134,20 @@ def log_ratio(logp, old_logp):
         return logp.to(tl.float32) - old_logp.to(tl.float32)
 
 
+@triton.constexpr_function
+def is_below(bits, P, SHIFT, OFFSET):
+    """No float32 with fewer than ``bits`` reaches the last bin of its sign."""
+    return (bits >> SHIFT) - OFFSET < P
+
+
 @triton.jit
-def slot_of(x, P: tl.constexpr, SHIFT: tl.constexpr, OFFSET: tl.constexpr):
-    """Histogram slot of finite x: its bin (layout.py), or the slot of zeros."""
+def slot_of(x, below: tl.constexpr, P: tl.constexpr, SHIFT: tl.constexpr, OFFSET: tl.constexpr):
+    """Histogram slot of finite x: its bin (layout.py), or the slot of zeros. ``below``: no x reaches the last bin."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & ABS_BITS
-    pos = tl.minimum(tl.maximum((magnitude >> SHIFT) - OFFSET, 0), P - 1)
+    pos = tl.maximum((magnitude >> SHIFT) - OFFSET, 0)
+    if not below:
+        pos = tl.minimum(pos, P - 1)
     bin_ = (P + pos) ^ ((bits >> 31) & (2 * P - 1))
     return tl.where(magnitude == 0, 2 * P + ZERO, bin_)
 
