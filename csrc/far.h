@@ -35,63 +35,126 @@ inline void rescale_far(Set& set, double max_x) {
   set.far_scale = scale;
 }
 
-// Works on the far tokens that wait in the set.
-__attribute__((noinline)) void drain_far(Set& set) {
-  const int count = set.far_waiting;
-  if (count == 0) return;
-  const int padded = (count + kLanes - 1) / kLanes * kLanes;
-  for (int i = count; i < padded; ++i) set.far[i] = set.far[0];
-  F largest = load(set.far);
-  for (int i = kLanes; i < padded; i += kLanes) largest = max(largest, load(set.far + i));
+inline float greatest(const float* x, int count) {
+  F most = load(x);
+  for (int i = kLanes; i < count; i += kLanes) most = max(most, load(x + i));
   alignas(64) float lanes[kLanes];
-  store(lanes, largest);
-  float max_x = lanes[0];
-  for (float v : lanes) max_x = v > max_x ? v : max_x;
-  rescale_far(set, max_x);
+  store(lanes, most);
+  float v = lanes[0];
+  for (float lane : lanes) v = lane > v ? lane : v;
+  return v;
+}
 
-  const D magic = splat(0x1.8p52), one = splat(1.0), floor_t = splat(-1022.0);
+// Far tokens of any size, in float64, two halves of a vector at a time; x has room up to a full vector.
+__attribute__((noinline)) void far_exact(Set& set, float* x, int count) {
+  const int padded = (count + kLanes - 1) / kLanes * kLanes;
+  for (int i = count; i < padded; ++i) x[i] = x[0];
+  rescale_far(set, greatest(x, padded));
+  const D magic = splat(0x1.8p52), one = splat(1.0), least_t = splat(-1022.0);
   const D log2e = splat(layout::kLog2E), scale = splat(set.far_scale);
   const D unscale = splat(power_of_two(set.far_scale));  // inf: so is the sum of k3
-  D x_sum = load(set.far_x), x2_sum = load(set.far_x2), k3_sum = load(set.far_k3);
-  D w_sum = load(set.far_w), w2_sum = load(set.far_w2), abs_sum = load(set.far_abs);
+  D x_sum = load(set.far_x), x2_sum = load(set.far_x2), abs_sum = load(set.far_abs);
+  D w_sum = load(set.far_w), w2_sum = load(set.far_w2), k3_sum = load(set.far_k3);
   alignas(64) uint64_t valid[kLanes];
   for (int i = 0; i < padded; i += kLanes) {
-    const bool partial = i + kLanes > count;
-    if (partial) {
-      for (int j = 0; j < kLanes; ++j) valid[j] = i + j < count ? ~0ull : 0;
-    }
-    const F both = load(set.far + i);
+    for (int j = 0; j < kLanes; ++j) valid[j] = i + j < count ? ~0ull : 0;
+    const F both = load(x + i);
     for (int half = 0; half < 2; ++half) {
-      D x = half ? high_half(both) : low_half(both);
-      const D t = x * log2e - scale;  // rounded as the definition rounds it: no fma
-      const D clamped = max(t, floor_t);
+      const D keep = load((const double*)valid + half * kHalf);
+      const D v = half ? high_half(both) : low_half(both);
+      const D t = v * log2e - scale;  // rounded as the definition rounds it: no fma
+      const D clamped = max(t, least_t);
       const D shifted = clamped + magic;
       const D mantissa = exp2_fraction(clamped - (shifted - magic));
-      D w = keep_at_least(mantissa * power_from_magic(shifted), t, floor_t);
-      D k3 = fma(w, unscale, -one - x);
-      if (partial) {
-        const D keep = load((const double*)valid + half * kHalf);
-        x = keep_where(x, keep);
-        w = keep_where(w, keep);
-        k3 = keep_where(k3, keep);
-      }
-      x_sum = x_sum + x;
-      abs_sum = abs_sum + abs(x);
-      x2_sum = fma(x, x, x2_sum);
-      k3_sum = k3_sum + k3;
+      const D all_w = keep_at_least(mantissa * power_from_magic(shifted), t, least_t);
+      const D w = keep_where(all_w, keep), kept = keep_where(v, keep);
+      k3_sum = k3_sum + keep_where(fma(all_w, unscale, -one - v), keep);
+      x_sum = x_sum + kept;
+      abs_sum = abs_sum + abs(kept);
+      x2_sum = fma(kept, kept, x2_sum);
       w_sum = w_sum + w;
       w2_sum = fma(w, w, w2_sum);
     }
   }
-  // e^x of a far smaller x is 0 times inf: the sum is inf all the same
+  // a far smaller x makes 0 times inf of it: the sum is inf all the same
   if (set.far_scale > 1023) k3_sum = splat(__builtin_inf());
   store(set.far_x, x_sum);
   store(set.far_x2, x2_sum);
-  store(set.far_k3, k3_sum);
+  store(set.far_abs, abs_sum);
   store(set.far_w, w_sum);
   store(set.far_w2, w2_sum);
+  store(set.far_k3, k3_sum);
+}
+
+// Full groups of far tokens with |x| < 64: weights in float32, 1.7 times as fast.
+__attribute__((noinline)) void far_groups(Set& set, const float* x, int groups) {
+  const F magic = splat(0x1.8p23f), log2e = splat(1.44269504f), one = splat(1.0f);
+  const F ln2_high = splat(-0.693359375f), ln2_low = splat(2.12194440e-4f);
+  const F unit = splat((float)power_of_two(-set.far_scale));
+  D x_sum = load(set.far_x), x2_sum = load(set.far_x2), abs_sum = load(set.far_abs);
+  D w_sum = load(set.far_w), w2_sum = load(set.far_w2), k3_sum = load(set.far_k3);
+  for (const float* end = x + kGroup * groups; x < end; x += kGroup) {
+    F w_group = splat(0.0f), w2_group = splat(0.0f), k3_group = splat(0.0f);
+#pragma GCC unroll 4
+    for (int i = 0; i < kGroup; i += kLanes) {
+      const F v = load(x + i);
+      const F shifted = fma(v, log2e, magic);
+      const F n = shifted - magic, r = fma(n, ln2_low, fma(n, ln2_high, v));
+      // exp(r) - 1 - r = r^2 p(r), |r| < 0.347, within 2e-7
+      F p = splat(0.0013901301426813006f);
+      p = fma(p, r, splat(0.008363178931176662f));
+      p = fma(p, r, splat(0.04166685417294502f));
+      p = fma(p, r, splat(0.16666577756404877f));
+      p = fma(p, r, splat(0.5f));
+      const F k = p * (r * r);
+      const F s = power_from_magic(shifted);
+      const F w = fma(s * unit, r + k, s * unit);
+      k3_group = k3_group + fma(s, k, fma(s, r, s - one) - v);  // nothing cancels
+      w_group = w_group + w;
+      w2_group = fma(w, w, w2_group);
+      const D low = low_half(v), high = high_half(v);
+      x_sum = x_sum + (low + high);
+      abs_sum = abs_sum + (abs(low) + abs(high));
+      x2_sum = fma(high, high, fma(low, low, x2_sum));
+    }
+    w_sum = w_sum + (low_half(w_group) + high_half(w_group));
+    w2_sum = w2_sum + (low_half(w2_group) + high_half(w2_group));
+    k3_sum = k3_sum + (low_half(k3_group) + high_half(k3_group));
+  }
+  store(set.far_x, x_sum);
+  store(set.far_x2, x2_sum);
   store(set.far_abs, abs_sum);
+  store(set.far_w, w_sum);
+  store(set.far_w2, w2_sum);
+  store(set.far_k3, k3_sum);
+}
+
+// Works on the full groups of far tokens that wait in the set.
+__attribute__((noinline)) void drain_far(Set& set) {
+  constexpr float kFloatLimit = 64;
+  const int groups = set.far_waiting / kGroup, count = groups * kGroup;
+  if (groups == 0) return;
+  F size = splat(0.0f);
+  for (int i = 0; i < count; i += kLanes) size = max(size, abs(load(set.far + i)));
+  alignas(64) float sizes[kLanes];
+  store(sizes, size);
+  rescale_far(set, greatest(set.far, count));
+  if (greatest(sizes, kLanes) < kFloatLimit && set.far_scale < 100) {
+    far_groups(set, set.far, groups);
+  } else {
+    far_exact(set, set.far, count);
+  }
   set.counts[layout::kCountNFar] += count;
+  set.far_waiting -= count;
+  for (int i = 0; i < set.far_waiting; ++i) set.far[i] = set.far[count + i];
+}
+
+// The same of what is left at the end of a chunk.
+inline void finish_far(Set& set) {
+  drain_far(set);
+  if (set.far_waiting == 0) return;
+  far_exact(set, set.far, set.far_waiting);
+  set.counts[layout::kCountNFar] += set.far_waiting;
   set.far_waiting = 0;
 }
 

@@ -1,7 +1,7 @@
 // The CPU kernels, compiled once per instruction set (CMakeLists.txt, add_isa): the ISA's vector type comes from
 // its own header, the algorithm is the same.
 //
-//   chunk -> blocks of 2048 tokens -> x and membership staged in cache -> groups of 64 tokens of one set
+//   chunk -> blocks of 4096 tokens -> x and membership staged in cache -> groups of 64 tokens of one set
 //
 // Tokens in groups that are not of one set are packed into their sets' buffers and worked on from there, so
 // that the arithmetic only ever sees full groups of one set.
@@ -261,7 +261,7 @@ void finish_set(const Plan& plan, Workspace& work, Set& set) {
     store(set.max_x, most);
     set.waiting = 0;
   }
-  drain_far(set);
+  finish_far(set);
 }
 
 template <int kSize, typename T>

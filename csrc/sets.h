@@ -17,7 +17,7 @@ constexpr uint32_t kMaxLoad = kTurns * 65535;  // tokens that 16-bit counters ho
 struct alignas(64) Set {
   double near_x[kHalf], near_x2[kHalf], near_c[kHalf], near_excess[kHalf], abs_x[kHalf];
   double far_x[kHalf], far_x2[kHalf], far_abs[kHalf], far_k3[kHalf], far_w[kHalf], far_w2[kHalf];
-  float min_x[kLanes], max_x[kLanes];
+  float min_x[kLanes], max_x[kLanes];  // of all chunks since `seen`: an extremum may be told twice
   uint16_t watch;    // groups with an upper half of |x| from here on need a closer look
   double far_scale;  // k of the far weights; -inf while there are none
   int64_t counts[layout::kCountSize];
@@ -26,7 +26,8 @@ struct alignas(64) Set {
   uint32_t load;                    // tokens in the 16-bit histogram
   int64_t zeros;                    // of groups that are nothing else
   int waiting, far_waiting;
-  bool touched;
+  bool touched;  // in this chunk
+  bool seen;     // since the last flush_all
   uint16_t* histogram;  // [NarrowBins::counters()][kTurns]; none for wide bins
   alignas(64) float x[kBuffer + 64 + kLanes];
   alignas(64) float far[kBuffer + 64 + kLanes];
@@ -196,21 +197,25 @@ void flush_all(Workspace& work) {
   const int used = work.by_id ? work.slots : work.used;
   for (int i = 0; i < used; ++i) {
     if (work.sets[i].load) flush(work, work.sets[i]);
+    work.sets[i].seen = false;
   }
   work.used = 0;
   work.last_set = -1;
 }
 
-// First meeting of a set in this chunk.
+// First meeting of a set in this chunk. Extrema stay: found anew they would cost 0.1 cycles a token.
 void touch(Workspace& work, int index) {
   Set& set = work.sets[index];
   const D none = splat(0.0);
   double* const sums[] = {set.near_x, set.near_x2, set.near_c, set.near_excess, set.abs_x,
                           set.far_x,  set.far_x2,  set.far_abs, set.far_k3,      set.far_w, set.far_w2};
   for (double* sum : sums) store(sum, none);
-  store(set.min_x, splat(__builtin_inff()));
-  store(set.max_x, splat(-__builtin_inff()));
-  set.watch = 0;
+  if (!set.seen) {
+    store(set.min_x, splat(__builtin_inff()));
+    store(set.max_x, splat(-__builtin_inff()));
+    set.watch = 0;
+    set.seen = true;
+  }
   set.zeros = 0;
   set.far_scale = -__builtin_inf();
   for (int64_t& count : set.counts) count = 0;
@@ -244,6 +249,7 @@ inline Set* find(Workspace& work, uint64_t key) {
       ++work.used;
       set.key = key;
       set.load = 0;
+      set.seen = false;
     }
     touch(work, index);
   }

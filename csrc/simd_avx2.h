@@ -21,6 +21,11 @@ inline F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
 inline F min(F a, F b) { return _mm256_min_ps(a, b); }
 inline F max(F a, F b) { return _mm256_max_ps(a, b); }
 inline F abs(F v) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), v); }
+// 2^n from t = n + 1.5 * 2^23, n in [-126, 127]
+inline F power_from_magic(F t) {
+  const __m256i bits = _mm256_slli_epi32(_mm256_castps_si256(t), 23);
+  return _mm256_castsi256_ps(_mm256_add_epi32(bits, _mm256_set1_epi32(0x3f800000)));
+}
 
 // --- lane masks
 inline M less(F a, F b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }

@@ -21,6 +21,11 @@ inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 inline F min(F a, F b) { return _mm512_min_ps(a, b); }
 inline F max(F a, F b) { return _mm512_max_ps(a, b); }
 inline F abs(F v) { return _mm512_abs_ps(v); }
+// 2^n from t = n + 1.5 * 2^23, n in [-126, 127]
+inline F power_from_magic(F t) {
+  const __m512i bits = _mm512_slli_epi32(_mm512_castps_si512(t), 23);
+  return _mm512_castsi512_ps(_mm512_add_epi32(bits, _mm512_set1_epi32(0x3f800000)));
+}
 
 // --- lane masks
 inline M less(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }

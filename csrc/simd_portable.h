@@ -26,6 +26,8 @@ inline F fma(F a, F b, F c) { return a * b + c; }
 inline F min(F a, F b) { return (F)(((I)a & (a < b)) | ((I)b & ~(a < b))); }
 inline F max(F a, F b) { return (F)(((I)a & (a > b)) | ((I)b & ~(a > b))); }
 inline F abs(F v) { return (F)((I)v & 0x7fffffff); }
+// 2^n from t = n + 1.5 * 2^23, n in [-126, 127]
+inline F power_from_magic(F t) { return (F)(((I)t << 23) + 0x3f800000); }
 
 // --- lane masks
 inline M less(F a, F b) { return a < b; }
