@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,6 @@ from hypothesis import strategies as st
 import pyrlstats
 from pyrlstats.values import (
     VALUE_LAYOUT,
-    ExplainedVariance,
     ValueAccumulator,
     ValueStats,
     explained_variance,
@@ -232,13 +232,10 @@ def test_explained_variance_of_equal_returns_and_of_good_and_bad_critics() -> No
     assert np.isnan(float(explained_variance(returns, np.full(3, 0.1))["all"]))
 
 
-def test_explained_variance_over_ranks_is_that_of_all_pairs(
-    monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
-) -> None:
-    returns = torch.from_numpy(rng.normal(size=60) + 1e6)
-    values = returns + torch.from_numpy(rng.normal(size=60))
-    parts = [slice(0, 40), slice(40, 60), slice(60, 60)]
-    barrier, shared = threading.Barrier(3), [None] * 3
+def on_ranks(monkeypatch: pytest.MonkeyPatch, works: list[Callable[[], Any]]) -> list[Any]:
+    """What each rank's work returns, with ranks as threads and a sum between them as ``all_reduce``."""
+    n = len(works)
+    barrier, shared = threading.Barrier(n, timeout=60), [None] * n
     rank = threading.local()
 
     def all_reduce(tensor: torch.Tensor, group: Any = None) -> None:
@@ -249,19 +246,35 @@ def test_explained_variance_over_ranks_is_that_of_all_pairs(
         tensor.copy_(total)
 
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
-    results: list[ExplainedVariance] = [None] * 3
 
-    def work(number: int) -> None:
+    def run(number: int) -> Any:
         rank.number = number
-        results[number] = explained_variance(values[parts[number]], returns[parts[number]]).all_reduce()
+        return works[number]()
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
-    want = explained_variance(values, returns)
-    for got in results:
-        assert float(got["all"]) == pytest.approx(float(want["all"]), rel=1e-9)
-        assert int(got.n[0]) == 60
+    with ThreadPoolExecutor(n) as pool:
+        return list(pool.map(run, range(n)))
+
+
+PARTS = (slice(0, 40), slice(40, 60), slice(60, 60))
+
+
+def test_explained_variance_over_ranks_is_that_of_all_pairs(
+    monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    returns = torch.from_numpy(rng.normal(size=60) + 1e6)
+    values = returns + torch.from_numpy(rng.normal(size=60))
+    works = [lambda part=part: explained_variance(values[part], returns[part]).all_reduce() for part in PARTS]
+    want = explained_variance(values, returns).to_dict()
+    for got in on_ranks(monkeypatch, works):
+        assert got.to_dict() == pytest.approx(want, rel=1e-9)
+
+
+def test_groups_over_ranks_are_all_groups(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
+    table = torch.from_numpy(rng.integers(0, 2, (60, 3)))
+    works = [lambda part=part: group_reward_stats(table[part]).all_reduce() for part in PARTS]
+    for got in on_ranks(monkeypatch, works):
+        assert got.to_dict() == pytest.approx(group_reward_stats(table).to_dict(), rel=1e-9)
+        assert got.n_groups.dtype == torch.int64
 
 
 @pytest.mark.parametrize(
