@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 
 from pyrlstats import Layout, SliceAccumulator, _ops
 from pyrlstats.state import State
@@ -143,9 +144,9 @@ def test_opcheck(kind: str, dtype: torch.dtype) -> None:
 
 def test_fake_tensors() -> None:
     """On fakes the operator does nothing and needs nothing."""
-    with FakeTensorMode():
-        logp = torch.zeros(20, 3, requires_grad=True)
-        arguments = operator_arguments(logp, torch.zeros(20, 3), masks=[torch.ones(3)] * 2)
+    real = operator_arguments(torch.zeros(20, 3, requires_grad=True), torch.zeros(20, 3), masks=[torch.ones(3)] * 2)
+    with FakeTensorMode() as mode:
+        arguments = pytree.tree_map_only(torch.Tensor, mode.from_tensor, real)
         assert torch.ops.pyrlstats.accumulate_(*arguments) is None
 
 
