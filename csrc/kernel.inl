@@ -66,10 +66,13 @@ void append(const Plan& plan, Workspace& work, const float* x, uint64_t members,
     add_odd(work, x[__builtin_ctzll(rest)], set);
   }
   members &= ~odd_tokens;
+  int waiting = set.waiting;  // in a register: stores of vectors may alias the set
+#pragma GCC unroll 16
   for (int i = 0; i < kGroup; i += kLanes) {
     const uint32_t keep = (uint32_t)(members >> i) & ((1u << kLanes) - 1);
-    set.waiting += compress_store(set.x + set.waiting, load(x + i), keep);
+    waiting += compress_store(set.x + waiting, load(x + i), keep);
   }
+  set.waiting = waiting;
   if (set.waiting >= kBuffer) spill(plan, work, set);
 }
 
@@ -210,8 +213,7 @@ void walk(const Plan& plan, Workspace& work, const Source& source, int groups, M
     }
     // not of one set, or with an odd token
     alignas(64) float x[2 * kGroup];
-    const Group group = source.group(g);
-    for (int i = 0; i < kGroup / kLanes; ++i) store(x + i * kLanes, group.x[i]);
+    source.group(g).store_to(x);
     if (plan.ids) {
       mixed_ids(plan, work, x, work.stage.ids + g * kGroup, work.base[g], moments);
     } else {

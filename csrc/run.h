@@ -15,7 +15,9 @@ inline F k3_beyond_square(F x, F x2) {
 }
 
 // The group's tokens in the slices' own histograms, where 16 bits do not hold a bin.
-__attribute__((noinline)) void count_wide(const Workspace& work, const float* x, const Set& set) {
+__attribute__((noinline)) void count_wide(const Workspace& work, const Group& group, const Set& set) {
+  alignas(64) float x[kGroup];
+  group.store_to(x);
   for (int i = 0; i < kGroup; ++i) {
     uint32_t bits;
     __builtin_memcpy(&bits, x + i, sizeof bits);
@@ -55,24 +57,43 @@ inline bool any_subnormal(const Group& group) {
   return some != 0;
 }
 
-inline bool any_odd(const float* x) {
+inline bool any_odd(const Group& group) {
   uint32_t some = 0;
-  for (int i = 0; i < kGroup; i += kLanes) some |= mask_bits(odd(load(x + i)));
+  for (const F& v : group.x) some |= mask_bits(odd(v));
   return some != 0;
 }
 
-// Clip counts of a group; far tokens go to their buffer and become zeros in `near`.
-inline void part_far(const Plan& plan, const float* x, Set& set, float* near) {
-  const F low = splat(plan.clip_low), high = splat(plan.clip_high), limit = splat(kNearLimit);
-  for (int i = 0; i < kGroup; i += kLanes) {
-    const F v = load(x + i);
-    set.counts[layout::kCountClipLow] += __builtin_popcount(mask_bits(less(v, low)));
-    set.counts[layout::kCountClipHigh] += __builtin_popcount(mask_bits(less(high, v)));
-    const M far = at_least(abs(v), limit);
-    set.far_waiting += compress_store(set.far + set.far_waiting, v, mask_bits(far));
-    store(near + i, zero_where(far, v));
+// What the upper halves of |x| of a group say.
+struct Heights {
+  H largest = splat(uint16_t(0));
+  H smallest = splat(uint16_t(0xffff));  // less one: a zero is above all that is small
+  Z zeros = is_zero(splat(uint16_t(1)));
+
+  void add(H a) {
+    largest = max(largest, a);
+    smallest = min(smallest, sub(a, splat(uint16_t(1))));
+    zeros = zeros | is_zero(a);
   }
-  if (set.far_waiting >= kBuffer) drain_far(set);
+  bool all_zero() const { return !any_at_least(largest, splat(uint16_t(1))); }
+};
+
+// Clip counts of a group; far tokens go to their buffer and become zeros in `near`.
+inline void part_far(const Plan& plan, const Group& group, Set& set, float* near) {
+  const F low = splat(plan.clip_low), high = splat(plan.clip_high), limit = splat(kNearLimit);
+  int below = 0, above = 0, waiting = set.far_waiting;  // in registers: stores of vectors may alias the set
+#pragma GCC unroll 16
+  for (int i = 0; i < kGroup / kLanes; ++i) {
+    const F v = group.x[i];
+    below += __builtin_popcount(mask_bits(less(v, low)));
+    above += __builtin_popcount(mask_bits(less(high, v)));
+    const M far = at_least(abs(v), limit);
+    waiting += compress_store(set.far + waiting, v, mask_bits(far));
+    store(near + i * kLanes, zero_where(far, v));
+  }
+  set.counts[layout::kCountClipLow] += below;
+  set.counts[layout::kCountClipHigh] += above;
+  set.far_waiting = waiting;
+  if (waiting >= kBuffer) drain_far(set);
 }
 
 // A closer look at up to kPrepared groups with large, tiny or record values: indices clamped, extrema updated,
@@ -81,48 +102,46 @@ inline void part_far(const Plan& plan, const float* x, Set& set, float* near) {
 template <bool kNarrow, typename Source>
 __attribute__((noinline)) int prepare(const Plan& plan, Workspace& work, const Source& source, int begin,
                                       int groups, Set& set) {
-  const H zero = splat(uint16_t(0)), one = splat(uint16_t(1)), restless = splat(work.restless);
+  const H restless = splat(work.restless), not_finite = splat(uint16_t(layout::kInfBits >> 16));
   Prepared& prepared = work.prepared;
-  prepared.groups = 0;
-  int taken = 0;
+  F least = load(set.min_x), most = load(set.max_x);
+  int taken = 0, kept = 0;
   for (; taken < groups && taken < kPrepared; ++taken) {
     const Group group = source.group(begin + taken);
-    float* const x = work.scratch;
-    for (int i = 0; i < kGroup / kLanes; ++i) store(x + i * kLanes, group.x[i]);
-    uint16_t* index = prepared.index + kGroup * prepared.groups;
-    H largest = zero, smallest = splat(uint16_t(0xffff));
-    for (int i = 0; i < kGroup; i += 2 * kLanes) {
-      const H top = top_halves(load(x + i), load(x + i + kLanes));
-      const H a = top & splat(uint16_t(0x7fff));
-      largest = max(largest, a);
-      smallest = min(smallest, a);
-      if (kNarrow) store(index + i, work.narrow.of(top));
+    uint16_t* const index = prepared.index + kGroup * kept;
+    Heights heights;
+#pragma GCC unroll 16
+    for (int i = 0; i < kGroup / kLanes; i += 2) {
+      const H top = top_halves(group.x[i], group.x[i + 1]);
+      heights.add(top & splat(uint16_t(0x7fff)));
+      if (kNarrow) store(index + i * kLanes, work.narrow.of(top));
     }
-    const bool low = any_at_least(splat(work.small), smallest), high = any_at_least(largest, restless);
-    if ((low || high) && any_odd(x)) break;
-    if (!high && taken > 0) break;  // calm again
-    if (set.watch < work.restless || high) {
-      F least = load(set.min_x), most = load(set.max_x);
-      for (int i = 0; i < kGroup; i += kLanes) {
-        least = min(least, load(x + i));
-        most = max(most, load(x + i));
-      }
-      store(set.min_x, least);
-      store(set.max_x, most);
-      if (set.watch < work.restless) set_watch(work, set);
+    if (any_at_least(heights.largest, not_finite) && any_odd(group)) break;
+    if (any_at_least(splat(work.tiny), heights.smallest) || any(heights.zeros)) {
+      if (any_odd(group)) break;
     }
-    if (!any_at_least(largest, one)) {
+    const bool high = any_at_least(heights.largest, restless);
+    if (taken > 0 && !high) break;  // calm again
+    for (const F& v : group.x) {
+      least = min(least, v);
+      most = max(most, v);
+    }
+    if (heights.all_zero()) {
       set.zeros += kGroup;
       continue;
     }
-    float* near = prepared.near + kGroup * prepared.groups++;
-    if (!kNarrow) count_wide(work, x, set);
+    float* const near = prepared.near + kGroup * kept++;
+    if (!kNarrow) count_wide(work, group, set);
     if (high) {
-      part_far(plan, x, set, near);
+      part_far(plan, group, set, near);
     } else {
-      for (int i = 0; i < kGroup; i += kLanes) store(near + i, load(x + i));
+      group.store_to(near);
     }
   }
+  store(set.min_x, least);
+  store(set.max_x, most);
+  set_watch(work, set);
+  prepared.groups = kept;
   return taken;
 }
 
@@ -134,9 +153,10 @@ __attribute__((noinline)) int add_groups(Workspace& work, const Source& source, 
                                          Set& set) {
   Pending& pending = work.pending;
   uint16_t* histogram = pending.histogram;
-  uint16_t *index = pending.index[0], *next = pending.index[1];
+  const uint16_t* index = pending.index[0];
+  uint16_t* next = pending.index[1];
   const int shift = work.narrow.shift;
-  const H watch = splat(set.watch), small = splat(uint16_t(work.small - 1));
+  const H watch = splat(set.watch), small = splat(work.small);
   const H zero_counters = work.narrow.zero;
   int64_t zero_tokens = 0;
   D near_x = load(set.near_x), near_x2 = load(set.near_x2), abs_x = load(set.abs_x);
@@ -144,28 +164,19 @@ __attribute__((noinline)) int add_groups(Workspace& work, const Source& source, 
   int done = 0;
   for (; done < groups; ++done) {
     const Group group = source.group(begin + done);
-    if (kIsPrepared) {
-      for (int i = 0; i < kGroup; i += 2 * kLanes) {
-        if (kNarrow) store(next + i, load(work.prepared.index + kGroup * done + i));
-      }
-    } else {
-      // upper halves of |x|, less one: a zero is above all that is small
-      H largest = splat(uint16_t(0)), smallest = splat(uint16_t(0xffff));
-      Z zeros = is_zero(smallest);
+    if (!kIsPrepared) {
+      Heights heights;
 #pragma GCC unroll 16
       for (int i = 0; i < kGroup / kLanes; i += 2) {
         const H top = top_halves(group.x[i], group.x[i + 1]);
         const H a = top & splat(uint16_t(0x7fff));
-        const Z zero = is_zero(a);
-        zeros = zeros | zero;
-        largest = max(largest, a);
-        smallest = min(smallest, sub(a, splat(uint16_t(1))));
-        if (kNarrow) store(next + i * kLanes, select(zero, zero_counters, shift_right(top, shift)));
+        heights.add(a);
+        if (kNarrow) store(next + i * kLanes, select(is_zero(a), zero_counters, shift_right(top, shift)));
       }
-      if (any_at_least(largest, watch) || any_at_least(small, smallest)) break;
-      if (any(zeros)) {
+      if (any_at_least(heights.largest, watch) || any_at_least(small, heights.smallest)) break;
+      if (any(heights.zeros)) {
         if (any_subnormal(group)) break;  // their upper halves look like zeros
-        if (!any_at_least(largest, splat(uint16_t(1)))) {
+        if (heights.all_zero()) {
           zero_tokens += kGroup;  // they add to nothing else
           continue;
         }
@@ -190,12 +201,12 @@ __attribute__((noinline)) int add_groups(Workspace& work, const Source& source, 
     near_c = near_c + (low_half(c_group) + high_half(c_group));
     near_excess = near_excess + (low_half(excess_group) + high_half(excess_group));
     histogram = set.histogram;
-    uint16_t* const drained = index;
-    index = next;
-    next = drained;
-    if (!kNarrow && !kIsPrepared) {
-      for (int i = 0; i < kGroup / kLanes; ++i) store(work.scratch + i * kLanes, group.x[i]);
-      count_wide(work, work.scratch, set);
+    if (kIsPrepared) {
+      index = work.prepared.index + kGroup * done;
+    } else {
+      index = next;
+      next = pending.index[next == pending.index[0]];
+      if (!kNarrow) count_wide(work, group, set);
     }
   }
   store(set.near_x, near_x);

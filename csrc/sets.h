@@ -67,9 +67,8 @@ struct Workspace {
   int64_t* slice_zeros;      // [slices]
   uint16_t* trash;
   uint16_t restless;  // upper half of the least |x| that is far, clipped or beyond the bins
-  uint16_t small;     // upper half of the greatest |x| that may be tiny, or below the bins
+  uint16_t tiny, small;  // greatest upper half of |x|, less one, that may be tiny; or that, or below the bins
   Pending pending;
-  alignas(64) float scratch[64];
   Prepared prepared;
   Stage stage;
 };
@@ -114,7 +113,8 @@ inline Workspace& open(const Plan& plan, void* memory) {
   work.trash = (uint16_t*)(base + sizes.histograms + sizes.histogram * work.slots);
   work.restless = restless_from(plan);
   const int first = (127 + plan.min_exp) << 7, tiny = kTiny >> 16;
-  work.small = (uint16_t)((first > tiny ? first : tiny) - 1);
+  work.tiny = (uint16_t)(tiny - 2);
+  work.small = (uint16_t)((first > tiny ? first : tiny) - 2);
   if (!work.pending.histogram) work.pending.histogram = work.trash;
   return work;
 }

@@ -193,6 +193,9 @@ constexpr int kGroup = 64;
 // The x of a group: registers where there are enough.
 struct Group {
   F x[kGroup / kLanes];
+  void store_to(float* to) const {
+    for (int i = 0; i < kGroup / kLanes; ++i) store(to + i * kLanes, x[i]);
+  }
 };
 
 // Where groups come from. Staged: from memory.
