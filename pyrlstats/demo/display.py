@@ -69,7 +69,8 @@ def describe(score: Score) -> str:
 def tail_line(window: Window) -> str:
     """``steps 49 to 60, p99.9 of |log-ratio| in nats: text 0.031, ...``."""
     values = window.stats.to_dict()
-    tails = ", ".join(f"{name} {values[f'{name}/abs_log_ratio_p99_9']:.3g}" for name in window.stats)
+    filled = [name for name in window.stats if values[f"{name}/n_finite"]]
+    tails = ", ".join(f"{name} {values[f'{name}/abs_log_ratio_p99_9']:.3g}" for name in filled)
     return f"{window.name}, p99.9 of |log-ratio| in nats: {tails}"
 
 
