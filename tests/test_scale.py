@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 import pyrlstats
 from pyrlstats import Layout, SliceAccumulator, SliceStats
+from pyrlstats.backends import torch_ops
 from pyrlstats.layout import SUMS
 from pyrlstats.state import words_of
 
@@ -135,6 +139,46 @@ def test_a_list_with_one_that_does_not_fit_changes_nothing() -> None:
             with pytest.raises(ValueError, match="cannot be merged"):
                 total.merge([fits, last])
             assert total.compute().to_bytes() == before
+
+
+def test_an_update_that_fails_counts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYRLSTATS_BACKEND", "torch")
+    monkeypatch.setattr(torch_ops, "_BLOCK_WORDS", 8)
+    x, member = torch.arange(20.0), torch.ones(20)
+    accumulator = SliceAccumulator(NAMES).update(x, x * 0, [member, member])
+    before = accumulator.compute().to_bytes()
+    assert accumulator.compute()["a"].n_tokens == 20
+    blocks = []
+
+    def out_of_memory(*arguments: Any) -> None:
+        blocks.append(fill(*arguments))
+        if len(blocks) == 3:
+            raise torch.OutOfMemoryError
+
+    fill = torch_ops._fill
+    monkeypatch.setattr(torch_ops, "_fill", out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        accumulator.update(x, x * 0, [member, member])
+    assert accumulator.compute().to_bytes() == before
+    for arguments in ((x, x[1:]), (x, x, {"a": member}), (x, x, [member]), (x.int(), x), (x.to("meta"), x.to("meta"))):
+        with pytest.raises((ValueError, TypeError)):
+            accumulator.update(*arguments)
+    assert accumulator.compute().to_bytes() == before
+
+
+def test_memory_and_device_are_kept() -> None:
+    accumulator = SliceAccumulator(["all"], device="cpu")
+    assert accumulator._state is not None
+    pointer = accumulator._state.buffer.data_ptr()
+    x = torch.ones(5)
+    results = []
+    for _ in range(3):
+        accumulator.update(x, x * 0).merge(SliceAccumulator(["all"]).update(x, x))
+        results.append(accumulator.compute())
+        accumulator.reset()
+    assert accumulator._state.buffer.data_ptr() == pointer
+    assert [int(result["all"].n_tokens) for result in results] == [10, 10, 10]  # copies
+    assert SliceAccumulator(["all"], device="mps").device == torch.device("cpu")  # it has no float64
 
 
 @pytest.mark.parametrize(("slices", "size"), [(4, 66_208), (16, 264_832), (64, 1_059_328)])

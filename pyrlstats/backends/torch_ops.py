@@ -29,6 +29,8 @@ def accumulate(batch: Batch, state: State) -> None:
     base = None if batch.base_mask is None else _flat(batch.base_mask)
     if isinstance(state.buffer, np.ndarray):
         state = replace(state, buffer=torch.from_numpy(state.buffer))  # the same memory
+    # a block that does not fit into memory leaves the state as it was
+    total = state if logp.numel() <= block else State.empty(state.names, state.layout, state.clip, logp.device)
     for start in range(0, logp.numel(), block):
         part = slice(start, start + block)
         x = _log_ratio(logp[part], old_logp[part])
@@ -45,7 +47,9 @@ def accumulate(batch: Batch, state: State) -> None:
         else:
             members = inside[None, :]
         _fill(fresh, x, members & inside)
-        state.merge_(fresh)
+        total.merge_(fresh)
+    if total is not state:
+        state.merge_(total)
 
 
 def _flat(array: Array) -> torch.Tensor:
