@@ -76,6 +76,11 @@ def reduce_rank(rank: int, world: int, backend: str, folder: str, rounds: int) -
     with no_sync(on_gpu):
         accumulator.all_reduce()
     check(accumulator.compute(), batches)
+    accumulator.reset().update(*batches[rank])
+    check(accumulator.all_reduce(async_op=True).wait().compute(), batches)
+    accumulator.reset().update(*batches[rank])
+    check(accumulator.reduce(world - 1).compute(), batches if rank == world - 1 else [batches[rank]])
+    check_mixed(rank, batches, device)
 
     buffers = accumulator._reduction._buffers  # type: ignore[union-attr]
     maxima, total = torch.ones_like(buffers.maxima), torch.ones_like(buffers.total)  # type: ignore[union-attr]
@@ -120,6 +125,18 @@ def reduce_rank(rank: int, world: int, backend: str, folder: str, rounds: int) -
         (Path(folder) / "row.json").write_text(json.dumps(row))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def check_mixed(rank: int, batches: list[Batch], device: torch.device) -> None:
+    """Rank 0 counts where the collectives run, rank 1 on the CPU, the others nothing and nowhere."""
+    mixed = pyrlstats.SliceAccumulator(NAMES)
+    for _ in range(2):
+        if rank < 2:
+            logp, old_logp, masks = batches[rank]
+            where = (device, torch.device("cpu"))[rank]
+            mixed.update(logp.to(where), old_logp.to(where), {name: mask.to(where) for name, mask in masks.items()})
+        check(mixed.all_reduce().compute().to(device), batches[:2])
+        mixed.reset()
 
 
 @contextmanager
