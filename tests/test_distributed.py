@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import pickle
 import re
@@ -21,7 +22,9 @@ from pyrlstats.layout import MAXIMA, SUMS
 from pyrlstats.state import State
 
 sys.path.insert(0, str(Path(__file__).parent / "distributed_workers"))  # the processes get it too
-ranks: Any = __import__("ranks")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+ranks: Any = importlib.import_module("ranks")
+benchmark: Any = importlib.import_module("benchmarks.all_reduce")
 
 World = Callable[..., list[Any]]
 KINDS = {
@@ -37,7 +40,7 @@ def context() -> Any:
     """Processes forked from one that has everything imported: a start takes milliseconds, not seconds."""
     forkserver = multiprocessing.get_context("forkserver")
     forkserver.set_forkserver_preload(
-        ["__main__", "torch", "torch.distributed", "torch.utils._python_dispatch", "pyrlstats.distributed"]
+        ["__main__", "torch.distributed", "torch._dynamo", "pyrlstats.distributed", "torchmetrics"]
     )
     return forkserver
 
@@ -295,6 +298,22 @@ def test_the_documentation_runs(tmp_path: Path) -> None:
             torch.distributed.destroy_process_group()
     assert {"rl/all/n_tokens", "rl/last_20/text/ess_fraction", "rl/decayed/text/ess_fraction"} <= set(scope["log"])
     assert len(scope["saved"]) == 120
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_nccl() -> None:
+    """Compared with one pass over all ranks' tokens before anything is timed; a sync after the handshake raises."""
+    assert "failed" not in benchmark.measure("nccl", 2, 20)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU")
+def test_a_step_of_16_micro_batches_syncs_once() -> None:
+    ours = benchmark.steps()[0]
+    assert ours["syncs"] == 1
+    assert ours["device_to_host_copies"] == 1
+    assert ours["device_allocations"] == 0
 
 
 def test_without_a_group() -> None:
