@@ -287,6 +287,8 @@ def test_merge_and_plus():
     for other in (1, None, "x", first.state):
         with pytest.raises(TypeError):
             first + other
+        with pytest.raises(TypeError):
+            other + first
 
 
 def test_pooled_means_are_not_means_of_means():

@@ -416,6 +416,28 @@ def test_layouts(engine, oracle, rng, layout):
     oracle.check_call(engine, logp, old_logp, overlapping_masks(rng, (3000,)), layout=layout)
 
 
+@pytest.mark.parametrize("mantissa_bits", [0, 7, 8, 10])
+def test_layouts_with_many_tokens(engine, oracle, rng, mantissa_bits):
+    """Few and many bins while many tokens pass: whatever is flushed on the way has room."""
+    if engine.backend == "torch" and mantissa_bits:
+        pytest.skip("block by block, whatever the number of tokens")
+    logp, old_logp = log_probabilities(rng, (300_001,), ("float32", "float32"))
+    oracle.check_call(engine, logp, old_logp, layout=Layout(mantissa_bits))
+    masks = {name: torch.from_numpy(rng.random(300_001) < share) for name, share in (("a", 0.9), ("b", 0.4))}
+    oracle.check_call(engine, logp, old_logp, masks, layout=Layout(mantissa_bits))
+
+
+def test_inputs_that_require_grad(engine, oracle, rng):
+    """Detached inside: the state knows of no graph."""
+    logp, old_logp = log_probabilities(rng, (500,), ("float32", "bfloat16"))
+    mask = torch.from_numpy(rng.random(500) < 0.5).float()
+    wanted = engine.state(logp, old_logp, mask)
+    graph = (logp.requires_grad_() * 1.0, old_logp.requires_grad_() * 1.0, mask.requires_grad_() * 1.0)
+    stats = engine.stats(*graph, mask=graph[2])
+    assert not stats.state.buffer.requires_grad
+    assert np.array_equal(stats.state.to_host().buffer, wanted.buffer)
+
+
 @pytest.mark.parametrize("clip", [(0.2, 0.2), (0.2, 0.28), (1e-6, 1e-6), (0.999, 1000.0), (0.5, 1e30)], ids=str)
 def test_clips(engine, oracle, rng, clip):
     """Also on the thresholds themselves, which are not clipped, and on their float32 neighbours."""

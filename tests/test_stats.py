@@ -61,6 +61,7 @@ DATA: dict[str, Any] = {
     "far": lambda rng: rng.normal(0, 5, 4000),
     "far below": lambda rng: rng.normal(-300, 1, 4000),
     "far above": lambda rng: rng.normal(5000, 1, 4000),
+    "squares of weights overflow": lambda rng: rng.normal(380, 1, 4000),
     "just above the change of formula": lambda rng: rng.normal(23, 1, 4000),
     "small weights": lambda rng: rng.normal(-1, 0.2, 4000),
     "smaller weights": lambda rng: rng.normal(-6, 0.01, 4000),
