@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import pyrlstats
 from benchmarks.machine import describe, line
-from benchmarks.timing import Figure
+from benchmarks.timing import Figure, in_words
 from pyrlstats.layout import SUMS
 
 Tensor = torch.Tensor
@@ -253,6 +253,24 @@ def profile_step(step: Callable[[], Any]) -> dict[str, Any]:
     }
 
 
+def captured_update() -> str:
+    """Whether an update that a CUDA graph replays counts as it should: "ok", or what went wrong."""
+    device = torch.device("cuda", 0)
+    batches = [tokens(0, device)]
+    accumulator = pyrlstats.SliceAccumulator(NAMES, device=device).update(*batches[0])
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):  # nothing runs yet
+            accumulator.update(*batches[0])
+        accumulator.reset()
+        for _ in range(3):
+            graph.replay()
+        check(accumulator.compute(), batches * 3)
+    except RuntimeError as error:
+        return in_words(error)
+    return "ok"
+
+
 def steps() -> list[dict[str, Any]]:
     """Rows of the profiled steps, on the first GPU."""
     device = torch.device("cuda", 0)
@@ -266,14 +284,6 @@ def steps() -> list[dict[str, Any]]:
             accumulator.update(*batch)
         accumulator.compute()
         accumulator.reset()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):  # nothing runs yet
-        accumulator.update(*batches[0])
-    accumulator.reset()
-    for _ in range(3):
-        graph.replay()
-    check(accumulator.compute(), batches[:1] * 3)
-    accumulator.reset()
     contenders: dict[str, Callable[[], Any]] = {
         "pyrlstats, everything": lambda: ours(batches, accumulator),
         "plain torch, 8 scalars by .item()": lambda: item_by_item(batches),
@@ -307,7 +317,9 @@ def main() -> None:
         counts = "".join(f"{row[key]:8.1f}" for key in ("syncs", "device_to_host_copies", "host_to_device_copies"))
         rest = f"{row['kernels']:10.0f}{row['device_allocations']:13}{row['milliseconds']:8.2f}"
         print(f"{row['step']:34}{counts}{rest}")
-    result = {"machine": machine, "reductions": rows, "steps": profiled}
+    captured = captured_update() if gpus else None
+    print(f"update under CUDA graph capture: {captured}")
+    result = {"machine": machine, "reductions": rows, "steps": profiled, "captured": captured}
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(result, indent=1) + "\n")

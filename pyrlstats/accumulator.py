@@ -104,14 +104,14 @@ class SliceAccumulator:
     def merge(self, other: SliceAccumulator | SliceStats | Iterable[SliceAccumulator | SliceStats]) -> SliceAccumulator:
         """Count what ``other``, one or several, has counted too. ``other`` is not changed. Does not sync.
 
-        What lies in NumPy memory is moved to the device of the rest.
+        What lies in NumPy memory is moved to the device of the rest. Whoever merges a reduced accumulator counts as
+        reduced: it holds other ranks' tokens.
 
         Raises:
             ValueError: other names, layout or clip, or tensors on different devices; nothing is changed.
             RuntimeError: a reduction is under way.
         """
-        if self._pending is not None:
-            raise RuntimeError("a reduction is under way: call wait() on its handle first")
+        self._check_idle()
         others = [other] if isinstance(other, (SliceAccumulator, SliceStats)) else list(other)
         states = [one.state if isinstance(one, SliceStats) else one._state or one._empty(None) for one in others]
         first, *rest = on_one_device([self._state or self._empty(None), *states])
@@ -224,10 +224,21 @@ class SliceAccumulator:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without groups and buffers, in NumPy memory; it moves to the device of the first inputs."""
-        if self._pending is not None:
-            raise RuntimeError("a reduction is under way: call wait() on its handle first")
+        self._check_idle()
         state = None if self._state is None else self._state.to_host()
         return {**vars(self), "_state": state, "_reduction": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SliceAccumulator:
+        """With a state of its own on the same device, without groups and buffers."""
+        self._check_idle()
+        twin = SliceAccumulator(self.names, layout=self.layout, clip=self.clip)
+        twin._state = None if self._state is None else self._state.copy()
+        twin._reduced = self._reduced
+        return twin
+
+    def _check_idle(self) -> None:
+        if self._pending is not None:
+            raise RuntimeError("a reduction is under way: call wait() on its handle first")
 
     def __repr__(self) -> str:
         """Names, layout, clip and a table of the statistics so far. Copies the state to the host."""

@@ -194,6 +194,7 @@ def test_groups(run_world: World) -> None:
         assert_equal(result["part"], union(group), union(group, absolute=True))
         receiver = group if rank >= 2 else [("plain", rank)]
         assert_equal(result["to 2 or 3"], union(receiver), union(receiver, absolute=True))
+        assert_equal(result["orthogonal"], union(everyone), union(everyone, absolute=True))
         assert_equal(result["world"], union(everyone), union(everyone, absolute=True))
         assert_equal(result["again"], union(everyone), union(everyone, absolute=True))
         assert result["handshakes again"] == 1
@@ -314,6 +315,7 @@ def test_a_step_of_16_micro_batches_syncs_once() -> None:
     assert ours["syncs"] == 1
     assert ours["device_to_host_copies"] == 1
     assert ours["device_allocations"] == 0
+    assert benchmark.captured_update() == "ok"
 
 
 def test_without_a_group() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -178,6 +179,10 @@ def test_memory_and_device_are_kept() -> None:
         accumulator.reset()
     assert accumulator._state.buffer.data_ptr() == pointer
     assert [int(result["all"].n_tokens) for result in results] == [10, 10, 10]  # copies
+    twin = copy.deepcopy(accumulator.update(x, x))
+    assert twin.update(x, x).compute()["all"].n_tokens == 10
+    assert accumulator.compute()["all"].n_tokens == 5
+    assert twin.device == accumulator.device
     assert SliceAccumulator(["all"], device="mps").device == torch.device("cpu")  # it has no float64
 
 

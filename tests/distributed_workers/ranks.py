@@ -151,6 +151,8 @@ def groups(rank: int, world: int) -> dict[str, Any]:
         "dst": error_of(lambda: made.reduce(1 - rank % 2, mine)),
     }
     result = {"errors": errors, "part": made.all_reduce(mine).compute().to_bytes()}
+    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]  # orthogonal ones, one after the other
+    result["orthogonal"] = accumulator().merge(made.compute()).all_reduce(rows[rank // 2]).compute().to_bytes()
     made.reset().merge(filled("plain", rank))
     result["to 2 or 3"] = made.reduce(2 + rank % 2, mine).compute().to_bytes()
     made.reset().merge(filled("plain", rank))
