@@ -44,13 +44,29 @@ class Engine:
                 patch.setenv("PYRLSTATS_ISA", self.isa)
             yield
 
+    @property
+    def takes_numpy(self) -> bool:
+        return None in _dispatch.BACKENDS[self.backend][1]
+
     def stats(self, logp: Any, old_logp: Any, masks: Any = None, **options: Any) -> pyrlstats.SliceStats:
+        if not self.takes_numpy:
+            logp, old_logp, masks = as_tensors(logp), as_tensors(old_logp), as_tensors(masks)
+            options = {name: value if name == "names" else as_tensors(value) for name, value in options.items()}
         with self.forced():
             return pyrlstats.slice_stats(logp, old_logp, masks, **options)
 
     def state(self, logp: Any, old_logp: Any, masks: Any = None, **options: Any) -> State:
         """The state in NumPy memory."""
         return self.stats(logp, old_logp, masks, **options).state.to_host()
+
+
+def as_tensors(value: Any) -> Any:
+    """Arrays, alone or in a collection, as tensors; anything else as it is."""
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(np.require(value, requirements=["C", "A", "W"]))
+    if isinstance(value, dict):
+        return {name: as_tensors(one) for name, one in value.items()}
+    return [as_tensors(one) for one in value] if isinstance(value, list) else value
 
 
 def usable_isas() -> list[str]:

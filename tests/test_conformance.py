@@ -152,7 +152,7 @@ def test_numpy_views(engine, oracle, rng, view, dtypes):
     masks = {name: look(mask.numpy()) for name, mask in overlapping_masks(rng, shape).items()}
     masks["third"] = look(rng.integers(0, 3, shape, dtype=np.int16))
     stats = engine.stats(look(logp), look(old_logp), masks)
-    assert isinstance(stats.state.buffer, np.ndarray)
+    assert isinstance(stats.state.buffer, np.ndarray) == engine.takes_numpy
     oracle.check_call(engine, look(logp), look(old_logp), masks)
 
 
@@ -414,6 +414,18 @@ def test_one_bad_token_in_a_slice_leaves_the_other_slices_alone(engine, rng):
 def test_layouts(engine, oracle, rng, layout):
     logp, old_logp = log_probabilities(rng, (3000,), ("float32", "float32"))
     oracle.check_call(engine, logp, old_logp, overlapping_masks(rng, (3000,)), layout=layout)
+
+
+def test_extrema_of_runs(engine, oracle, rng):
+    """Equal neighbours, far and near, zeros between them: an extremum found in one block outlives the next one."""
+    runs = [(1.25, 27), (0.0, 37), (-0.0005, 13), (0.0, 51)]
+    x = torch.cat([torch.full((length,), value) for value, length in runs])
+    state = engine.state(x, torch.zeros(128))
+    assert (state.maximum("max_x")[0], state.maximum("neg_min_x")[0]) == (1.25, np.float32(0.0005))
+    for _ in range(50):
+        values = rng.standard_normal(30) * 10.0 ** rng.uniform(-8, 1.7, 30) * (rng.random(30) < 0.6)
+        x = torch.from_numpy(np.repeat(values, rng.integers(1, 130, 30)).astype(np.float32))
+        oracle.check_call(engine, x, torch.zeros(len(x)))
 
 
 @pytest.mark.parametrize("mantissa_bits", [0, 7, 8, 10])
