@@ -23,6 +23,7 @@ from pyrlstats.compare import (
     wasserstein1,
 )
 from pyrlstats.intervals import abs_quantile_interval, quantile_interval
+from pyrlstats.state import State
 from pyrlstats.values import value_stats
 from pyrlstats.windows import DecayedStats
 
@@ -31,13 +32,21 @@ Samples = np.ndarray
 
 
 def stats_of(x: Samples, kind: str = "numpy", **options: Any) -> pyrlstats.SliceStats:
-    """Statistics of log-ratios x: (n,) is one slice, (S, n) are S slices."""
-    x = np.atleast_2d(np.array(x, np.float32))
-    ids = np.broadcast_to(np.arange(x.shape[0])[:, None], x.shape)
-    arrays = [x, np.zeros_like(x), ids.copy()]
-    logp, old, slice_ids = arrays if kind == "numpy" else map(torch.from_numpy, arrays)
-    names = [f"s{i}" for i in range(x.shape[0])]
-    return pyrlstats.slice_stats(logp, old, slice_ids=slice_ids, names=names, **options)
+    """Statistics of log-ratios x: (n,) is one slice, (S, n) are S slices s0, s1, ..."""
+    rows = np.atleast_2d(np.array(x, np.float32))
+    zeros = np.zeros_like(rows[0])
+    singles = []
+    for row in rows:
+        logp, old = (row, zeros) if kind == "numpy" else (torch.from_numpy(row), torch.from_numpy(zeros))
+        singles.append(pyrlstats.slice_stats(logp, old, {"s0": old == 0}, **options).state)
+    first = singles[0]
+    names = [f"s{i}" for i in range(len(rows))]
+    # one call for many slices costs some backends slices x tokens
+    state = State.empty(names, first.layout, first.clip, None if kind == "numpy" else "cpu")
+    for index, single in enumerate(singles):
+        for field in ("counts", "histogram", "sums", "maxima"):
+            getattr(state, field)[index] = getattr(single, field)[0]
+    return pyrlstats.SliceStats(state)
 
 
 # the definitions, from the tokens
