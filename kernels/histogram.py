@@ -115,6 +115,18 @@ def _store_shared(address, value):
 
 
 @triton.jit
+def _zero_16_bytes(address):
+    tl.inline_asm_elementwise(
+        "{ .reg .b32 z; mov.b32 z, 0; st.shared.v4.b32 [$1], {z, z, z, z}; mov.u32 $0, 0; }",
+        "=r,r",
+        [address],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def load_shared(address):
     return tl.inline_asm_elementwise(
         "ld.shared.b32 $0, [$1];", "=r,r", [address], dtype=tl.int32, is_pure=False, pack=1
@@ -143,11 +155,11 @@ def start(never, scratch_ptr, G: tl.constexpr, P: tl.constexpr, WAY: tl.constexp
             base = tl.inline_asm_elementwise(
                 _static_asm(G, P, WAY), "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1
             )
-        lanes = tl.arange(0, 2 * P)
-        extra = tl.arange(0, 16)  # four lanes too many, which reach into the next row or the keys
+        lanes = tl.arange(0, P // 2 if P > 1 else 1)
+        extra = tl.arange(0, 4)  # one too many, which reaches into the next row or the keys
         for row in tl.static_range(n_rows(G, WAY)):
-            _store_shared(base + 32 + row * row_bytes(P) + 4 * lanes, tl.zeros_like(lanes))
-            _store_shared(base + 32 + row * row_bytes(P) + 4 * (2 * P + extra), tl.zeros_like(extra))
+            _zero_16_bytes(base + 32 + row * row_bytes(P) + 16 * lanes)
+            _zero_16_bytes(base + 32 + row * row_bytes(P) + 8 * P + 16 * extra)
         tl.debug_barrier()
         keys = tl.arange(0, 2 * padded(G))
         _store_shared(base + keys_offset(G, P, WAY) + 4 * keys, tl.full((2 * padded(G),), MIN_KEY, tl.int32))
@@ -193,10 +205,11 @@ def add(counters, slot, members, row, histogram_ptr, counts_ptr,
     elif WAY == REGISTERS:
         flat_slot = tl.reshape(slot, (slot.numel,))
         flat_members = tl.reshape(members, (slot.numel,))
-        counted = (counters[0] + tl.histogram(flat_slot, SLOTS, mask=(flat_members & 1) != 0),)
-        for s in tl.static_range(1, G):
-            member = (flat_members >> s) & 1
-            counted = counted + (counters[s] + tl.histogram(flat_slot, SLOTS, mask=member != 0),)
+        counted = ()
+        for s in tl.static_range(G):
+            # to the last slot, which no one reads, and not by mask=, which miscounts on CUDA with Triton 3.6
+            here = tl.where(((flat_members >> s) & 1) != 0, flat_slot, SLOTS - 1)
+            counted = counted + (counters[s] + tl.histogram(here, SLOTS),)
         return counted
     else:
         is_bin = slot < 2 * P

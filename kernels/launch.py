@@ -27,7 +27,7 @@ _SLICES, _PATTERNS, _SINGLE, _REGISTERS, _GLOBAL = (
 INTERPRETED = not isinstance(slice_hist.slice_hist_kernel, triton.runtime.JITFunction)
 MAX_GROUP = 4  # overlapping slices a launch
 MAX_IDS = 8  # disjoint slices a launch
-MAX_PER_SM = 4  # programs
+MAX_PER_SM = 5  # programs
 TICKETS = 4096  # launches that can be captured before a capture needs a memset
 MAX_COLUMNS = 1 << 30  # 32-bit arithmetic inside a tile
 

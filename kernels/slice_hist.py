@@ -76,10 +76,11 @@ def _unpack(raw, logp_ptr, old_ptr, mask_ptrs, base_ptr, n_slices, first,
                 members = members | (mask.to(tl.int32) << s)
         if HAS_BASE:
             members = tl.where(base, members, 0)
-    row = members
     if MODE == tile.IDS:
         ids = tile.unpack_integers(raw[2], mask_ptrs[0].dtype.element_ty, ROWS, V)
         members, row, outside = _members_of_ids(ids, n_slices, first, base, G)
+    else:
+        row = members
     x = tile.log_ratio(
         tile.unpack_floats(raw[0], logp_ptr.dtype.element_ty, ROWS, V),
         tile.unpack_floats(raw[1], old_ptr.dtype.element_ty, ROWS, V),
@@ -116,10 +117,11 @@ def _load(logp_ptr, old_ptr, mask_ptrs, base_ptr, start, n, n_slices, first, col
             mask = tl.load(mask_ptrs[s] + offsets[3 + s], mask=keep, other=0) != 0
             members = members | (mask.to(tl.int32) << s)
         members = tl.where(base, members, 0)
-    row = members
     if MODE == tile.IDS:
-        ids = tl.load(mask_ptrs[0] + offsets[3], mask=keep, other=-1 if mask_ptrs[0].dtype.element_ty.is_int_signed() else 0)
+        ids = tl.load(mask_ptrs[0] + offsets[3], mask=keep, other=0)
         members, row, outside = _members_of_ids(ids, n_slices, first, base, G)
+    else:
+        row = members
     x = tile.log_ratio(
         tl.load(logp_ptr + offsets[0], mask=keep, other=0.0), tl.load(old_ptr + offsets[1], mask=keep, other=0.0)
     )
@@ -136,38 +138,126 @@ def _columns(x, ROWS: tl.constexpr, V: tl.constexpr):
         return _columns(left, ROWS, V // 2) + _columns(right, ROWS, V // 2)
 
 
+@triton.constexpr_function
+def _declare_parking_asm(COUNT):
+    return f".local .align 8 .b8 pyrlstats_parked[{8 * COUNT}];\nmov.u32 $0, 0;"
+
+
+@triton.constexpr_function
+def _park_asm(INDEX):
+    return f"st.local.f64 [pyrlstats_parked+{8 * INDEX}], $1; mov.u32 $0, 0;"
+
+
+@triton.constexpr_function
+def _unpark_asm(INDEX):
+    return f"ld.local.f64 $0, [pyrlstats_parked+{8 * INDEX}];"
+
+
 @triton.jit
-def _add_near(near, x, members, ROWS: tl.constexpr, V: tl.constexpr, G: tl.constexpr):
+def _declare_parking(COUNT: tl.constexpr):
+    tl.inline_asm_elementwise(
+        _declare_parking_asm(COUNT), "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _park(near, COUNT: tl.constexpr):
+    """Near sums to local memory while a rare branch needs the registers; ptxas would spill them everywhere."""
+    for k in tl.static_range(COUNT):
+        tl.inline_asm_elementwise(_park_asm(k), "=r,d", [near[k]], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _unpark(near, COUNT: tl.constexpr):
+    back = ()
+    for k in tl.static_range(COUNT):
+        back = back + (
+            tl.inline_asm_elementwise(
+                _unpark_asm(k), "=d,r", [tl.zeros_like(near[k]).to(tl.int32)], dtype=tl.float64, is_pure=False, pack=1
+            ),
+        )
+    return back
+
+
+@triton.jit
+def _after(x, total):
+    """x, once ``total`` is known: LLVM would compute the terms of all V tokens first, in 64 registers too many."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,d", [x, total], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _add_near(near, x, members, ROWS: tl.constexpr, V: tl.constexpr, G: tl.constexpr, PTX: tl.constexpr):
     """Five float64 [ROWS] sums a slice; x [ROWS, V] is 0 where not near.
 
-    One fused multiply-add a token, slice and sum: tl.sum over axis 1 took one and a half.
+    One fused multiply-add a token, slice and sum: tl.sum over axis 1 took one and a half. (Predicated additions
+    become an addition and two selects.)
     """
     xs = _columns(x, ROWS, V)
     member_sets = _columns(members, ROWS, V)
     for j in tl.static_range(V):
-        wide, square, k3, excess = tile.near_terms(xs[j])
-        size = tl.abs(wide)
+        x_j = xs[j]
+        members_j = member_sets[j]
+        if PTX and G > 1:
+            x_j = _after(x_j, near[5 * G - 1])
+            members_j = _after(members_j.to(tl.float32, bitcast=True), near[5 * G - 1]).to(tl.int32, bitcast=True)
+        wide, square, k3, excess = tile.near_terms(x_j)
         added = ()
         for s in tl.static_range(G):
             if G == 1:  # x is already 0 outside the only slice
                 added = added + (
                     near[0] + wide,
-                    tl.fma(wide, wide, near[1]),
+                    near[1] + square,
                     near[2] + k3,
                     near[3] + excess,
-                    near[4] + size,
+                    near[4] + tl.abs(wide),
                 )
             else:
-                f = tl.where((member_sets[j] & (1 << s)) != 0, 1.0, 0.0).to(tl.float64)
+                f = tl.where((members_j & (1 << s)) != 0, 1.0, 0.0).to(tl.float64)
                 added = added + (
                     tl.fma(f, wide, near[5 * s]),
                     tl.fma(f, square, near[5 * s + 1]),
                     tl.fma(f, k3, near[5 * s + 2]),
                     tl.fma(f, excess, near[5 * s + 3]),
-                    tl.fma(f, size, near[5 * s + 4]),
+                    tl.fma(f, tl.abs(wide), near[5 * s + 4]),
                 )
         near = added
     return near
+
+
+@triton.jit
+def _tail(counters, extremes, any_far, x, members, row, largest, histogram_ptr, counts_ptr, row_ptr, low, high,
+          V: tl.constexpr, G: tl.constexpr, P: tl.constexpr, SHIFT: tl.constexpr, OFFSET: tl.constexpr,
+          WAY: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
+    """A tile with a clipped, far or non-finite token: all but its near sums. Returns x where near, else 0."""
+    nowhere: tl.constexpr = 2 * P + tile.ZERO
+    magnitude = x.to(tl.int32, bitcast=True) & tile.ABS_BITS
+    finite = magnitude < tile.INF_BITS
+    slot = tl.where(x > 0, 2 * P + tile.POS_INF, 2 * P + tile.NEG_INF)
+    slot = tl.where(magnitude > tile.INF_BITS, 2 * P + tile.NAN, slot)
+    counters = histogram.add(
+        counters, tl.where(finite, nowhere, slot), tl.where(finite, 0, members), tl.where(finite, 0, row),
+        histogram_ptr, counts_ptr, G, P, WAY, SLOTS)  # fmt: skip
+    members = tl.where(finite, members, 0)
+    row = tl.where(finite, row, 0)
+    x = tl.where(finite, x, 0.0)
+    slot = tl.where(x < low, 2 * P + tile.CLIP_LOW, tl.where(x > high, 2 * P + tile.CLIP_HIGH, nowhere))
+    clipped = slot != nowhere
+    counters = histogram.add(
+        counters, slot, tl.where(clipped, members, 0), tl.where(clipped, row, 0),
+        histogram_ptr, counts_ptr, G, P, WAY, SLOTS)  # fmt: skip
+    near_x = x
+    if largest >= tile.NEAR_BITS:
+        is_far = finite & (magnitude >= tile.NEAR_BITS)
+        counters = histogram.add(
+            counters, tl.where(is_far, 2 * P + tile.FAR, nowhere), tl.where(is_far, members, 0),
+            tl.where(is_far, row, 0), histogram_ptr, counts_ptr, G, P, WAY, SLOTS)  # fmt: skip
+        far.add_tile(row_ptr, x, members, is_far, G)
+        any_far += 1
+        near_x = tl.where(is_far, 0.0, x)
+    slot = tile.slot_of(x, False, P, SHIFT, OFFSET)
+    counters = histogram.add(counters, slot, members, row, histogram_ptr, counts_ptr, G, P, WAY, SLOTS)
+    extremes = extrema.update(extremes, counters, x, members, G, P, V, WAY)
+    return near_x, counters, extremes, any_far
 
 
 @triton.jit
@@ -181,42 +271,22 @@ def _tile(near, counters, extremes, any_far, x, members, row, outside, histogram
     if MODE == tile.IDS:
         slot = tl.where(outside != 0, 2 * P + tile.OUT_OF_RANGE, nowhere)
         counters = histogram.add(counters, slot, outside, outside, histogram_ptr, counts_ptr, G, P, WAY, SLOTS)
-
     near_x = x
     magnitude = x.to(tl.int32, bitcast=True) & tile.ABS_BITS
     largest = tl.max(tl.max(magnitude, axis=1), axis=0)
-    if largest >= tail_bits:  # some token is clipped, far or not finite
-        finite = magnitude < tile.INF_BITS
-        slot = tl.where(x > 0, 2 * P + tile.POS_INF, 2 * P + tile.NEG_INF)
-        slot = tl.where(magnitude > tile.INF_BITS, 2 * P + tile.NAN, slot)
-        counters = histogram.add(
-            counters, tl.where(finite, nowhere, slot), tl.where(finite, 0, members), tl.where(finite, 0, row),
-            histogram_ptr, counts_ptr, G, P, WAY, SLOTS)  # fmt: skip
-        kept = tl.where(finite, members, 0)
-        kept_row = tl.where(finite, row, 0)
-        x = tl.where(finite, x, 0.0)
-        slot = tl.where(x < low, 2 * P + tile.CLIP_LOW, tl.where(x > high, 2 * P + tile.CLIP_HIGH, nowhere))
-        clipped = slot != nowhere
-        counters = histogram.add(
-            counters, slot, tl.where(clipped, kept, 0), tl.where(clipped, kept_row, 0),
-            histogram_ptr, counts_ptr, G, P, WAY, SLOTS)  # fmt: skip
-        near_x = x
-        if largest >= tile.NEAR_BITS:
-            is_far = finite & (magnitude >= tile.NEAR_BITS)
-            counters = histogram.add(
-                counters, tl.where(is_far, 2 * P + tile.FAR, nowhere), tl.where(is_far, kept, 0),
-                tl.where(is_far, kept_row, 0), histogram_ptr, counts_ptr, G, P, WAY, SLOTS)  # fmt: skip
-            far.add_tile(row_ptr, x, kept, is_far, G)
-            any_far += 1
-            near_x = tl.where(is_far, 0.0, x)
-        slot = tile.slot_of(x, False, P, SHIFT, OFFSET)
-        counters = histogram.add(counters, slot, kept, kept_row, histogram_ptr, counts_ptr, G, P, WAY, SLOTS)
-        extremes = extrema.update(extremes, counters, x, kept, G, P, V, WAY)
+    if largest >= tail_bits:
+        if histogram.in_shared(WAY):
+            _park(near, 5 * G)
+        near_x, counters, extremes, any_far = _tail(
+            counters, extremes, any_far, x, members, row, largest, histogram_ptr, counts_ptr, row_ptr, low, high,
+            V, G, P, SHIFT, OFFSET, WAY, SLOTS)  # fmt: skip
+        if histogram.in_shared(WAY):
+            near = _unpark(near, 5 * G)
     else:  # the same without what cannot be, and without values that would have to be kept for later
         slot = tile.slot_of(x, tile.is_below(tile.NEAR_BITS, P, SHIFT, OFFSET), P, SHIFT, OFFSET)
         counters = histogram.add(counters, slot, members, row, histogram_ptr, counts_ptr, G, P, WAY, SLOTS)
         extremes = extrema.update(extremes, counters, x, members, G, P, V, WAY)
-    near = _add_near(near, near_x, members, ROWS, V, G)
+    near = _add_near(near, near_x, members, ROWS, V, G, histogram.in_shared(WAY))
     return near, counters, extremes, any_far
 
 
@@ -289,6 +359,8 @@ def _run(logp_ptr, old_ptr, mask_ptrs, base_ptr, state_ptr, scratch_ptr, ticket_
     for _ in tl.static_range(1, 5 * G):
         near = near + (tl.zeros((ROWS,), tl.float64),)
     any_far = tl.cast(0, tl.int32)
+    if histogram.in_shared(WAY):
+        _declare_parking(5 * G)
 
     for i in range(program, ((n + TILE - 1) // TILE).to(tl.int32), programs):
         start = tl.cast(i, tl.int64) * TILE

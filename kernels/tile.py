@@ -167,4 +167,4 @@ def near_terms(x):
     wide = x.to(tl.float64)
     square = wide * wide
     k3 = square * g.to(tl.float64)
-    return wide, square, k3, k3 * (wide + wide + k3)
+    return wide, square, k3, k3 * tl.fma(wide, 2.0, k3)
