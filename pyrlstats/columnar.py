@@ -160,7 +160,7 @@ def read_parquet(path: str | Path) -> list[tuple[int, SliceStats]]:
     for file in _parts(path) if Path(path).is_dir() else [Path(path)]:
         try:
             table = pa.parquet.ParquetFile(file, page_checksum_verification=True).read()
-        except (pa.ArrowInvalid, OSError) as error:
+        except (pa.ArrowException, OSError) as error:
             if isinstance(error, FileNotFoundError):
                 raise
             raise ValueError(f"{file} is not a Parquet file: {error}") from error

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from pyrlstats import Layout, SliceAccumulator, SliceStats
 from pyrlstats.binary import MAGIC
 from pyrlstats.layout import COUNTS
+from pyrlstats.state import State
 
 CORPUS = Path(__file__).parent / "corpus"
 SMALL = Layout(mantissa_bits=0, min_exp=-4, max_exp=4)
@@ -219,7 +220,7 @@ def test_refused_in_little_memory(data: bytes) -> None:
 
 
 def test_memory_of_a_valid_read() -> None:
-    data = example(Layout(10, -24, 40)).to_bytes()
+    data = SliceStats(State.empty(["all"], Layout(10, -24, 40), (0.2, 0.2))).to_bytes()
     tracemalloc.start()
     SliceStats.from_bytes(data)
     _, peak = tracemalloc.get_traced_memory()
