@@ -6,7 +6,6 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -186,43 +185,53 @@ class Pool:
 @functools.lru_cache(maxsize=2)
 def pool(spec: Spec, tokens: int, device: str) -> Pool:
     """Tokens as ``spec`` describes them, the same on every machine and in every run; beyond BASE they repeat."""
-    rng = np.random.default_rng(7)
     n = min(tokens, BASE)
     times = -(-tokens // n)
-    old = -np.abs(_gauss(rng, n, 2.0)) - np.float32(0.05)
+    old = _old_logp(n)
     if spec.distribution == "all equal":  # exactly: -2 + 0.0625 loses nothing in any of the dtypes
-        old.fill(-2.0)
-    new = old + DISTRIBUTIONS[spec.distribution](rng, n)
-    masks, ids = _members(rng, spec, n)
+        old = np.full_like(old, -2.0)
+    new = old + _log_ratio(spec.distribution, n)
+    if spec.distribution == "bf16 lattice":
+        old, new = (torch.from_numpy(values).bfloat16().float().numpy() for values in (old, new))
+    members = _members(spec.masks, slice_names(spec), n)
 
     def on_device(array: np.ndarray, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.from_numpy(array).to(device, dtype).repeat(times)[:tokens]
 
-    if spec.distribution == "bf16 lattice":
-        old, new = (torch.from_numpy(values).bfloat16().float().numpy() for values in (old, new))
     dtype = getattr(torch, spec.dtype)
     return Pool(
         spec,
         on_device(new, dtype),
         on_device(old, dtype),
-        None if masks is None else {name: on_device(mask) for name, mask in masks.items()},
-        None if ids is None else on_device(ids),
+        {name: on_device(mask) for name, mask in members.items()} if isinstance(members, dict) else None,
+        on_device(members) if isinstance(members, np.ndarray) else None,
     )
 
 
-def _members(rng: Generator, spec: Spec, tokens: int) -> tuple[dict[str, Any] | None, np.ndarray | None]:
-    names = slice_names(spec)
-    if spec.masks == "none":
-        return None, None
-    if spec.masks == "ids":
-        lengths = rng.integers(*RUNS, tokens // RUNS[0] + 1)
-        ids = rng.integers(-1, spec.slices, lengths.size).astype(np.int8)
-        return None, np.repeat(ids, lengths)[:tokens].copy()
-    shares = [SHARES[index % len(SHARES)] for index in range(spec.slices)]
-    if spec.masks == "random":
-        return {k: rng.random(tokens, np.float32) < p for k, p in zip(names, shares, strict=True)}, None
-    lengths = rng.integers(*RUNS, tokens // RUNS[0] + 1)
-    if spec.masks == "mostly empty":
-        shares = [RARE] * spec.slices
-    pairs = zip(names, shares, strict=True)
-    return {k: np.repeat(rng.random(lengths.size) < p, lengths)[:tokens].copy() for k, p in pairs}, None
+# what cases share is made once
+
+
+@functools.lru_cache(maxsize=1)
+def _old_logp(n: int) -> np.ndarray:
+    return -np.abs(_gauss(np.random.default_rng(1), n, 2.0)) - np.float32(0.05)
+
+
+@functools.lru_cache(maxsize=1)
+def _log_ratio(distribution: str, n: int) -> np.ndarray:
+    return DISTRIBUTIONS[distribution](np.random.default_rng(2), n)
+
+
+@functools.lru_cache(maxsize=1)
+def _members(masks: str, names: tuple[str, ...], n: int) -> dict[str, np.ndarray] | np.ndarray | None:
+    """One mask a slice, or ids, or nothing."""
+    rng = np.random.default_rng(3)
+    if masks == "none":
+        return None
+    if masks == "random":
+        return {name: rng.random(n, np.float32) < SHARES[index % len(SHARES)] for index, name in enumerate(names)}
+    lengths = rng.integers(*RUNS, n // RUNS[0] + 1)
+    runs = np.repeat(np.arange(lengths.size), lengths)[:n]  # of every token
+    if masks == "ids":
+        return rng.integers(-1, len(names), lengths.size).astype(np.int8)[runs]
+    shares = [RARE] * len(names) if masks == "mostly empty" else SHARES
+    return {name: (rng.random(lengths.size) < shares[index % len(shares)])[runs] for index, name in enumerate(names)}

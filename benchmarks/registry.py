@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -12,7 +11,6 @@ from pyrlstats import Layout
 
 K, M, G = 1 << 10, 1 << 20, 1 << 30
 
-OURS = {"cpu": ("pyrlstats", "pyrlstats, all threads"), "cuda": ("pyrlstats accumulator",)}
 STATISTICS = (
     "torch, boolean index + quantile",
     "torch, boolean index + sort",
@@ -86,12 +84,19 @@ class Case:
         return self.tokens * self.spec.bytes_per_token()
 
 
-def cases(device: str, quick: bool) -> list[Case]:
+def cases(device: str, quick: bool, threads: int = 1) -> list[Case]:
     """Every case for this device, the most telling first.
 
-    On a CPU the axes run on one thread, where a busy neighbour disturbs least; "all threads" is measured beside.
+    On a CPU the axes run on one thread, where a busy neighbour disturbs least; with ``threads`` > 1, ours on all
+    CPUs is measured beside, and the first case once more on so many threads.
     """
-    return list(_headline(device, quick)) + list(_axes(device, quick))
+    return [*_headline(device, quick, threads), *_axes(device, quick, threads)]
+
+
+def _ours(device: str, threads: int) -> tuple[str, ...]:
+    if device == "cuda":
+        return ("pyrlstats accumulator",)
+    return ("pyrlstats", "pyrlstats, all threads") if threads > 1 else ("pyrlstats",)
 
 
 def size(tokens: int) -> str:
@@ -102,13 +107,12 @@ def size(tokens: int) -> str:
     return str(tokens)
 
 
-def _headline(device: str, quick: bool) -> Iterator[Case]:
-    ours = OURS[device]
+def _headline(device: str, quick: bool, threads: int) -> Iterator[Case]:
+    ours = _ours(device, threads)
     compiled = () if quick and device == "cpu" else ("torch.compile, mask multiply",)
     statistics = (*ours, *(name for name in STATISTICS if "compile" not in name), *compiled)
     tokens = 16 * M if device == "cuda" else M if quick else 4 * M
     few = 4 * M if device == "cuda" else M // 2 if quick else M
-    threads = os.cpu_count() or 1
     short, long = (2.0, 4.0) if quick else (8.0, 16.0)
     yield Case(
         f"statistics: {size(tokens)} tokens, 4 slices",
@@ -142,8 +146,8 @@ def _headline(device: str, quick: bool) -> Iterator[Case]:
     )
 
 
-def _axes(device: str, quick: bool) -> Iterator[Case]:
-    ours, reference = OURS[device], REFERENCE[device]
+def _axes(device: str, quick: bool, threads: int) -> Iterator[Case]:
+    ours, reference = _ours(device, threads), REFERENCE[device]
     everyone = (*ours, *reference[1:]) if quick and device == "cpu" else (*ours, *reference)
     tokens = 16 * M if device == "cuda" else M // 2 if quick else M
     seconds = 0.4 if quick else 3.0

@@ -93,9 +93,9 @@ def _prepare(runner: Runner, inputs: list[Inputs], share: float) -> None:
 
 def _plan(runner: Runner, inputs: list[Inputs], share: float) -> None:
     """How often a sample repeats the call, and how many samples fit."""
-    once = min(_once(runner, inputs)[1] for _ in range(2))  # the first warms up
-    if once > share:
-        once = min(once, _once(runner, inputs)[1]) if once < 2 * share else once
+    once = _once(runner, inputs)[1]
+    if once < share / 4:  # there is time to warm up
+        once = _once(runner, inputs)[1]
     runner.repeats = max(1, min(64, round(SHORTEST / once)))
     fits = int(share / (once * runner.repeats))
     runner.samples = min(MOST_SAMPLES, max(FEWEST_SAMPLES if once < 2.0 else 1, fits))
