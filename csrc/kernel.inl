@@ -35,7 +35,7 @@ void spill(const Plan& plan, Workspace& work, Set& set) {
 }
 
 // A token that the vector path leaves out: counted apart, or so small that only float64 holds its cube.
-__attribute__((noinline)) void add_odd(Workspace& work, float x, Set& set) {
+__attribute__((noinline)) void add_odd(const Plan& plan, Workspace& work, float x, Set& set) {
   uint32_t bits;
   __builtin_memcpy(&bits, &x, sizeof bits);
   const uint32_t a = bits & layout::kAbsBits;
@@ -49,6 +49,8 @@ __attribute__((noinline)) void add_odd(Workspace& work, float x, Set& set) {
     set.single[layout::kSumNearX2] += v * v;
     set.single[layout::kSumNearExcess] += k3 * (2 * v + k3);
     set.single[layout::kSumAbsX] += v < 0 ? -v : v;
+    set.counts[layout::kCountClipLow] += x < plan.clip_low;
+    set.counts[layout::kCountClipHigh] += x > plan.clip_high;
     store(set.min_x, min(load(set.min_x), splat(x)));
     store(set.max_x, max(load(set.max_x), splat(x)));
     // its bin, straight into the slices
@@ -63,7 +65,7 @@ void append(const Plan& plan, Workspace& work, const float* x, uint64_t members,
             Set& set) {
   set.counts[layout::kCountNTokens] += __builtin_popcountll(members);
   for (uint64_t rest = members & odd_tokens; rest; rest &= rest - 1) {
-    add_odd(work, x[__builtin_ctzll(rest)], set);
+    add_odd(plan, work, x[__builtin_ctzll(rest)], set);
   }
   members &= ~odd_tokens;
   int waiting = set.waiting;  // in a register: stores of vectors may alias the set

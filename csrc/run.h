@@ -235,7 +235,7 @@ int run_groups(const Plan& plan, Workspace& work, const Source& source, int begi
     done += taken;
     add_groups<kNarrow, true>(work, Staged{work.prepared.near}, 0, work.prepared.groups, set);
   }
-  set.load += kGroup * done;
+  if (kNarrow) set.load += kGroup * done;
   return done;
 }
 

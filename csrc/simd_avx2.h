@@ -98,7 +98,6 @@ inline H top_halves(F a, F b) {
 inline H sub(H a, H b) { return _mm256_sub_epi16(a, b); }
 inline H min(H a, H b) { return _mm256_min_epu16(a, b); }
 inline H max(H a, H b) { return _mm256_max_epu16(a, b); }
-inline H sub_saturating(H a, H b) { return _mm256_subs_epu16(a, b); }
 inline H shift_right(H a, int count) { return _mm256_srl_epi16(a, _mm_cvtsi32_si128(count)); }
 inline H negative(H a) { return _mm256_srai_epi16(a, 15); }
 inline Z is_zero(H a) { return _mm256_cmpeq_epi16(a, _mm256_setzero_si256()); }

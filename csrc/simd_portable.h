@@ -90,7 +90,6 @@ inline H top_halves(F a, F b) {
 inline H sub(H a, H b) { return a - b; }
 inline H min(H a, H b) { return (a & (H)(a < b)) | (b & ~(H)(a < b)); }
 inline H max(H a, H b) { return (a & (H)(a > b)) | (b & ~(H)(a > b)); }
-inline H sub_saturating(H a, H b) { return (a - b) & (H)(a > b); }
 inline H shift_right(H a, int count) { return a >> (uint16_t)count; }
 inline H negative(H a) { return (H)(a > 0x7fff); }
 inline Z is_zero(H a) { return (Z)(a == 0); }
