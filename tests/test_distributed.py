@@ -176,7 +176,7 @@ def test_a_mismatch_is_the_same_error_on_every_rank(run_world: World) -> None:
     for field, text in results[0]["errors"].items():
         assert all(result["errors"][field] == text for result in results)
         assert text.startswith("ValueError: the ranks' accumulators differ: ")
-        kind = field if field in ("layout", "clip") else "names"
+        kind = field if field in ("layout", "clip", "version") else "names"
         assert f"{kind} " in text
         assert "on rank 0, 1;" in text
         assert "on rank 2. " in text

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pyrlstats import Layout, SliceAccumulator
+from pyrlstats import Layout, SliceAccumulator, distributed
 
 NAMES = ("all", "even", "none")
 VIEWS = ("aten.view", "aten.select", "aten.detach", "aten.unbind", "c10d.")
@@ -138,6 +138,9 @@ def disagree(rank: int, world: int) -> dict[str, Any]:
         assert time.monotonic() - start < 5.0
         assert made.compute().to_bytes() == before
         made.update(torch.ones(3), torch.zeros(3), [torch.ones(3)] * len(made.names))  # it goes on
+    distributed.STATE_VERSION = 1 + int(odd)
+    errors["version"] = error_of(accumulator().all_reduce)
+    distributed.STATE_VERSION = 1
     return {"errors": errors, "after": filled("plain", rank).all_reduce().compute().to_bytes()}
 
 
