@@ -301,14 +301,13 @@ def main() -> None:
     worlds = [("gloo", 2), *(("nccl", n) for n in sorted({2, gpus}) if 2 <= n <= gpus)]
     machine = describe("cuda" if gpus else "cpu")
     print(line(machine))
-    rows = [measure(backend, world, options.rounds) for backend, world in worlds]
     print("\nbackend  ranks  bytes  bare MAX + SUM    all_reduce        beyond   (us, slowest rank's median)")
-    for row in rows:
-        if "failed" in row:
-            print(f"{row['backend']:7}  {row['ranks']:5}  failed: {row['failed']}")
-        else:
-            times = "".join(f"{row[key]:14.1f}" for key in ("bare_us", "ours_us", "beyond_us"))
-            print(f"{row['backend']:7}  {row['ranks']:5}  {row['bytes']}  {times}")
+    rows = []
+    for backend, world in worlds:
+        row = measure(backend, world, options.rounds)
+        rows.append(row)
+        times = "".join(f"{row[key]:14.1f}" for key in ("bare_us", "ours_us", "beyond_us") if key in row)
+        print(f"{backend:7}  {world:5}  {row.get('bytes', '')}  {times or row['failed']}", flush=True)
     profiled = steps() if gpus else []
     if profiled:
         print(f"\n{MICRO_BATCHES} micro-batches x {len(NAMES)} slices, {ROWS * COLUMNS} tokens each, a step:")
