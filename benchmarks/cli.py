@@ -24,6 +24,7 @@ def bench(
     ] = False,
     only: Annotated[str, typer.Option(help="Only cases whose name contains this.")] = "",
     time_limit: Annotated[float | None, typer.Option(help="Seconds; what does not fit is listed as skipped.")] = None,
+    commit: Annotated[str | None, typer.Option(help="To note where the tree is no repository.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of torch; default: one a CPU.")] = None,
 ) -> None:
     """Run the benchmark suite: gate, time, roofline, memory, accuracy, training step, all_reduce."""
@@ -47,7 +48,16 @@ def bench(
             "waiting for other programs; --threads 1 suffers least[/yellow]"
         )
     with terminal.Bar(console) as bar:
-        document = suite.run(device, quick, only, time_limit, watch=bar)
+        document = suite.run(
+            device,
+            quick,
+            only,
+            time_limit,
+            watch=bar,
+            finished=lambda partial: suite.save(partial, json) if json is not None else None,
+        )
+    if commit is not None:
+        document["machine"]["commit"] = commit
     document = suite.rounded(document)
     terminal.print_document(console, document)
     paths = [] if json is None else [json]

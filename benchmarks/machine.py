@@ -114,4 +114,12 @@ def _git(*arguments: str) -> str:
 
 
 def command_line() -> str:
-    return " ".join(["python -m benchmarks", *sys.argv[1:]])
+    """What was called, without the paths of this machine."""
+    words = ["python -m benchmarks"]
+    arguments = iter(sys.argv[1:])
+    for argument in arguments:
+        if argument in ("--json", "--commit"):
+            next(arguments, None)
+        elif not argument.startswith(("--json=", "--commit=")):
+            words.append(argument)
+    return " ".join(words)

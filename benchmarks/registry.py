@@ -113,7 +113,7 @@ def _headline(device: str, quick: bool, threads: int) -> Iterator[Case]:
     statistics = (*ours, *(name for name in STATISTICS if "compile" not in name), *compiled)
     tokens = 16 * M if device == "cuda" else M if quick else 4 * M
     few = 4 * M if device == "cuda" else M // 2 if quick else M
-    short, long = (2.0, 4.0) if quick else (8.0, 16.0)
+    short, long = (2.0, 4.0) if quick or device == "cuda" else (6.0, 12.0)
     yield Case(
         f"statistics: {size(tokens)} tokens, 4 slices",
         "statistics",
@@ -150,7 +150,7 @@ def _axes(device: str, quick: bool, threads: int) -> Iterator[Case]:
     ours, reference = _ours(device, threads), REFERENCE[device]
     everyone = (*ours, *reference[1:]) if quick and device == "cpu" else (*ours, *reference)
     tokens = 16 * M if device == "cuda" else M // 2 if quick else M
-    seconds = 0.4 if quick else 3.0
+    seconds = 0.4 if quick else 1.0 if device == "cuda" else 2.0
     yield from _tokens(device, quick, (*ours, *reference))
     for slices in (1, 2, 4, 8, 32):
         n = tokens // 4 if slices > 8 else tokens
@@ -172,7 +172,7 @@ def _axes(device: str, quick: bool, threads: int) -> Iterator[Case]:
 
 
 def _tokens(device: str, quick: bool, everyone: tuple[str, ...]) -> Iterator[Case]:
-    seconds = 0.5 if quick else 3.0
+    seconds = 0.5 if quick else 1.0 if device == "cuda" else 2.0
     sizes = [4 * K, 64 * K, M, 8 * M] if quick else [4 * K, 16 * K, 64 * K, 256 * K, M, 4 * M, 16 * M, 64 * M, 256 * M]
     if device == "cuda":
         sizes = [4 * K, 64 * K, M, 16 * M, 256 * M]

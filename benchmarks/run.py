@@ -14,12 +14,12 @@ from benchmarks.exact import Exact, errors, exact
 from benchmarks.inputs import BASE, Inputs, pool
 from benchmarks.machine import last_level_cache
 from benchmarks.registry import Case
-from benchmarks.timing import Figure, Runner
+from benchmarks.roofline import Reader
+from benchmarks.timing import GPU_CACHE, Figure, Runner
 
 MOST_INPUTS = 1024
 SMALL = 1 << 15  # tokens
 LARGE = 8 << 20  # bytes from which the readers of the same case give the ceiling
-GPU_CACHE = 64 << 20
 
 Row = dict[str, Any]
 Ceilings = dict[tuple[str, int | None], float]  # (dtype, threads) -> bytes a second
@@ -34,34 +34,42 @@ def inputs_of(case: Case, device: str) -> list[Inputs]:
     found = list(pool(case.spec, tokens, device).cut(case.tokens, case.micro_batches))
     if case.tokens < SMALL:  # where a slice is empty, plain torch raises
         found = [inputs for inputs in found if all(bool(mask.any()) for mask in inputs.members())] or found
+    if case.spec.masks == "none":
+        for inputs in found:
+            inputs.members()  # the mask of everything is made now, not inside a measurement
     return found
 
 
 def run_case(case: Case, device: str, ceilings: Ceilings) -> dict[str, Any]:
     """Measure one case; ``ceilings`` are used for small inputs and updated by large ones."""
-    threads_before = torch.get_num_threads()
-    torch.set_num_threads(case.threads)
+    threads = torch.get_num_threads()
+    if device == "cpu":
+        torch.set_num_threads(case.threads)
     try:
-        inputs = inputs_of(case, device)
-        answer = exact(inputs[0])
-        rows, runners = [], []
-        for name in case.contenders:
-            row, runner = _admit(ALL[name], case, inputs[0], answer)
-            rows.append(row)
-            runners.append(runner)
-        readers = roofline.readers(device, max(case.threads, _most_threads(case)))
-        reading = [Runner(reader.name, reader.read, None, capturable=device == "cuda") for reader in readers]
-        timing.measure([runner for runner in runners if runner is not None] + reading, inputs, case.seconds)
-        ceiling = _ceilings(readers, reading, case, ceilings)
-        for name, row, runner in zip(case.contenders, rows, runners, strict=True):
-            if runner is not None and runner.failure is not None:
-                row |= {"status": "failed", "reason": runner.failure}
-            elif runner is not None:
-                _fill(row, runner, ALL[name], case, device, ceiling)
-        cold = len(inputs) * case.n_bytes > (GPU_CACHE if device == "cuda" else last_level_cache())
+        return _measured(case, device, ceilings)
     finally:
-        torch.set_num_threads(threads_before)
-        gc.collect()
+        torch.set_num_threads(threads)
+        gc.collect()  # graphs hold memory of the device
+        if device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _measured(case: Case, device: str, ceilings: Ceilings) -> dict[str, Any]:
+    inputs = inputs_of(case, device)
+    answer = exact(inputs[0])
+    admitted = [_admit(ALL[name], case, inputs[0], answer) for name in case.contenders]
+    readers = roofline.readers(device, max(case.threads, _most_threads(case)))
+    reading = [Runner(reader.name, reader.read, None, capturable=device == "cuda") for reader in readers]
+    timing.measure([runner for _, runner in admitted if runner is not None] + reading, inputs, case.seconds)
+    alive = [(reader, runner) for reader, runner in zip(readers, reading, strict=True) if runner.failure is None]
+    ceiling = _ceilings(alive, case, ceilings)
+    for name, (row, runner) in zip(case.contenders, admitted, strict=True):
+        if runner is not None and runner.failure is not None:
+            row |= {"status": "failed", "reason": runner.failure}
+        elif runner is not None:
+            _fill(row, runner, ALL[name], case, device, ceiling)
+    rotated = timing.graph_calls(inputs) if device == "cuda" else len(inputs)
+    cache = GPU_CACHE if device == "cuda" else last_level_cache()
     return {
         "name": case.name,
         "axis": case.axis,
@@ -69,13 +77,13 @@ def run_case(case: Case, device: str, ceilings: Ceilings) -> dict[str, Any]:
         "micro_batches": case.micro_batches,
         "threads": case.threads,
         "bytes": case.n_bytes,
-        "cold": cold,
+        "cold": min(rotated, len(inputs)) * case.n_bytes > cache,
         "spec": dataclasses.asdict(case.spec),
         "ceilings": [
             {"name": reader.name, "threads": reader.threads, "seconds": _figure(runner.device or runner.total)}
-            for reader, runner in zip(readers, reading, strict=True)
+            for reader, runner in alive
         ],
-        "rows": rows,
+        "rows": [row for row, _ in admitted],
     }
 
 
@@ -104,17 +112,11 @@ def _admit(contender: Contender, case: Case, first: Inputs, answer: Exact) -> tu
     return row | {"status": "ok"}, Runner(contender.name, launch, collect, contender.capturable)
 
 
-def _ceilings(
-    readers: list[roofline.Reader], reading: list[Runner], case: Case, known: Ceilings
-) -> dict[int | None, float]:
-    """Bytes a second by number of threads: of this case where it is large, else of the last large one."""
+def _ceilings(reading: list[tuple[Reader, Runner]], case: Case, known: Ceilings) -> dict[int | None, float]:
+    """Bytes a second by number of threads: of this case where it is large, else at least of the last large one."""
     found: dict[int | None, float] = {}
-    for threads in {reader.threads for reader in readers}:
-        figures = [
-            Figure.of(runner.device or runner.total)
-            for reader, runner in zip(readers, reading, strict=True)
-            if reader.threads == threads
-        ]
+    for threads in {reader.threads for reader, _ in reading}:
+        figures = [Figure.of(runner.device or runner.total) for reader, runner in reading if reader.threads == threads]
         here = case.n_bytes / timing.best(figures).median
         key = (case.spec.dtype, threads)
         if case.n_bytes >= LARGE:

@@ -16,6 +16,7 @@ import torch
 from benchmarks import collective, machine, training_step
 from benchmarks.registry import Case, cases
 from benchmarks.run import Ceilings, run_case
+from benchmarks.timing import in_words
 
 SCHEMA = 1
 TIME_LIMIT = {("cpu", True): 105.0, ("cpu", False): 1500.0, ("cuda", True): 100.0, ("cuda", False): 230.0}  # seconds
@@ -34,7 +35,7 @@ def run(
 ) -> Document:
     """Run every case whose name contains ``only``; what the time limit leaves no room for is listed as skipped.
 
-    ``finished`` gets every case's result as soon as it is there.
+    ``finished`` gets the document after every case, so that a run that is cut short leaves something.
     """
     limit = TIME_LIMIT[device, quick] if time_limit is None else time_limit
     started = time.monotonic()
@@ -45,6 +46,8 @@ def run(
         "command": machine.command_line(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "machine": machine.describe(device),
+        "wall_seconds": 0.0,
+        "load_after": None,
         "cases": [],
         "skipped": [],
     }
@@ -63,9 +66,14 @@ def run(
         if time.monotonic() - started > limit:
             document["skipped"].append({"name": case.name, "reason": f"the time limit of {limit:.0f} s was over"})
             return
-        result = run_case(case, device, ceilings)
+        try:
+            result = run_case(case, device, ceilings)
+        except Exception as error:  # out of memory, say: the other cases go on
+            document["skipped"].append({"name": case.name, "reason": in_words(error)})
+            return
         document["cases"].append(result)
-        finished(result)
+        document["wall_seconds"] = time.monotonic() - started
+        finished(document)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of contenders, about empty slices
@@ -97,7 +105,7 @@ def _guarded(extra: Callable[[], Document]) -> Document:
     try:
         return extra()
     except Exception as error:
-        return {"failed": f"{type(error).__name__}: {error}"[:300]}
+        return {"failed": in_words(error)}
     finally:
         torch.set_num_threads(threads)
 

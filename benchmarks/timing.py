@@ -15,7 +15,8 @@ from benchmarks.inputs import Inputs
 SHORTEST = 2e-4  # seconds a sample: quicker calls are repeated
 MOST_SAMPLES = 60
 FEWEST_SAMPLES = 3
-GRAPH_CALLS = 16  # calls on rotating inputs that one CUDA graph holds
+GRAPH_CALLS = 128  # at most so many calls on rotating inputs in one CUDA graph
+GPU_CACHE = 64 << 20  # bytes: no GPU here has a larger L2
 
 
 @dataclass(frozen=True)
@@ -129,9 +130,14 @@ def _sample(runner: Runner, inputs: list[Inputs]) -> None:
         runner.device.append(_replay(runner.graph))
 
 
+def graph_calls(inputs: list[Inputs]) -> int:
+    """Calls in one graph: at least 4, and enough that together they read twice the cache, if these inputs can."""
+    return max(4, min(GRAPH_CALLS, len(inputs), 2 * GPU_CACHE // inputs[0].n_bytes + 1))
+
+
 def _capture(runner: Runner, inputs: list[Inputs]) -> tuple[Any, int] | None:
     """A CUDA graph of several launches, each on the next inputs, and their number; None where it does not work."""
-    calls = [inputs[index % len(inputs)] for index in range(min(GRAPH_CALLS, max(len(inputs), 4)))]
+    calls = [inputs[index % len(inputs)] for index in range(graph_calls(inputs))]
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
