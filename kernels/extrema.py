@@ -2,7 +2,7 @@
 
 On CUDA the running extrema of a program sit in shared memory as integer keys that sort like the floats. A thread
 compares the largest magnitude of its tokens with them, and only a warp with a possible new extremum looks closer:
-4 instructions a token less than a maximum and a minimum for every slice.
+2 instructions a token, not 3 a slice.
 """
 
 from __future__ import annotations
@@ -13,52 +13,44 @@ from pyrlstats.kernels import histogram, tile
 
 
 @triton.constexpr_function
-def _outputs(V):
-    return ",".join(["=r"] * V + ["r"] * (3 * V))
+def _constraints(V):
+    return ",".join(["=r"] * V + ["r"] * (4 * V))
 
 
 @triton.constexpr_function
 def _update_asm(G, V):
-    """x are operands V .. 2V-1 (finite, 0 for non-members), members 2V .. 3V-1, then the address of the keys."""
+    """Of V tokens of a thread; operands after the outputs, V of each: x (finite), members, address of the keys, and
+    whether there may be something to do. x is 0 for non-members."""
     x = [f"${V + j}" for j in range(V)]
     m = [f"${2 * V + j}" for j in range(V)]
     keys = f"${3 * V}"
     pad = histogram.padded(G)
     out = [
-        ".reg .pred p, q, r, one; .reg .b32 t, a, any, hi, lo, lane;",
+        ".reg .pred p, q, one; .reg .b32 t, any, hi, lo, lane;",
         f".reg .b32 hi<{pad}>, lo<{pad}>, k<{V}>;",
+        f"setp.ne.s32 p, ${4 * V}, 0;",
+        "vote.sync.any.pred p, p, 0xffffffff;",
+        "@!p bra DONE;",
         *(
             f"ld.shared.v4.b32 {{{side}{q}, {side}{q + 1}, {side}{q + 2}, {side}{q + 3}}}, [{keys}+{offset + 4 * q}];"
             for side, offset in (("hi", 0), ("lo", 4 * pad))
             for q in range(0, pad, 4)
         ),
-        f"and.b32 a, {x[0]}, 0x7fffffff;",
         f"mov.b32 any, {m[0]};",
     ]
-    for j in range(1, V):
-        out += [f"and.b32 t, {x[j]}, 0x7fffffff;", "max.s32 a, a, t;", f"or.b32 any, any, {m[j]};"]
-    # no new extremum unless |x| is beyond the nearer of the two
-    for s in range(G):
-        out += [
-            f"min.s32 t, hi{s}, lo{s};",
-            "setp.gt.s32 q, a, t;",
-            f"and.b32 t, any, {1 << s};",
-            "setp.ne.and.s32 q, t, 0, q;",
-            "mov.pred p, q;" if s == 0 else "or.pred p, p, q;",
-        ]
-    out += ["vote.sync.any.pred p, p, 0xffffffff;", "@!p bra DONE;"]
+    # a key sorts like x; that of -x is its complement
     for j in range(V):
         out += [f"shr.s32 t, {x[j]}, 31;", "and.b32 t, t, 0x7fffffff;", f"xor.b32 k{j}, {x[j]}, t;"]
     out += ["mov.b32 hi, k0;", "mov.b32 lo, k0;"]
     for j in range(1, V):
-        out += [f"max.s32 hi, hi, k{j};", f"min.s32 lo, lo, k{j};"]
+        out += [f"max.s32 hi, hi, k{j};", f"min.s32 lo, lo, k{j};", f"or.b32 any, any, {m[j]};"]
     out += ["not.b32 t, lo;"]
     for s in range(G):
         out += [
             f"setp.gt.s32 q, hi, hi{s};",
             f"setp.gt.or.s32 q, t, lo{s}, q;",
-            f"and.b32 a, any, {1 << s};",
-            "setp.ne.and.s32 q, a, 0, q;",
+            f"and.b32 lane, any, {1 << s};",
+            "setp.ne.and.s32 q, lane, 0, q;",
             "mov.pred p, q;" if s == 0 else "or.pred p, p, q;",
         ]
     out += ["vote.sync.any.pred p, p, 0xffffffff;", "@!p bra DONE;", "mov.u32 lane, %laneid;"]
@@ -85,6 +77,11 @@ def _update_asm(G, V):
 
 
 @triton.jit
+def _or(a, b):
+    return a | b
+
+
+@triton.jit
 def start(ROWS: tl.constexpr, G: tl.constexpr, WAY: tl.constexpr):
     """Running extrema: per slice a maximum of x and one of -x, or nothing where shared memory holds them."""
     if histogram.in_shared(WAY):
@@ -98,28 +95,52 @@ def start(ROWS: tl.constexpr, G: tl.constexpr, WAY: tl.constexpr):
 
 
 @triton.jit
-def update(extrema, counters, x, members,
-           G: tl.constexpr, P: tl.constexpr, V: tl.constexpr, WAY: tl.constexpr):  # fmt: skip
-    """x [ROWS, V]: finite, 0 for non-members."""
+def thresholds(counters, ROWS: tl.constexpr, G: tl.constexpr, P: tl.constexpr, WAY: tl.constexpr):
+    """Magnitudes up to which no extremum of a slice can change, as of now: int32 [ROWS] a slice.
+
+    Extrema only move outwards, so a stale threshold costs a closer look and nothing else.
+    """
+    limits = ()
     if histogram.in_shared(WAY):
+        keys = counters[0] + histogram.keys_offset(G, P, WAY) + tl.zeros((ROWS,), tl.int32)
+        for s in tl.static_range(G):
+            top = histogram.load_shared(keys + 4 * s)
+            bottom = histogram.load_shared(keys + 4 * (histogram.padded(G) + s))
+            limits = limits + (tl.minimum(top, bottom),)
+    else:
+        limits = limits + (0,)
+    return limits
+
+
+@triton.jit
+def update(extrema, counters, limits, x, members, largest,
+           ROWS: tl.constexpr, V: tl.constexpr, G: tl.constexpr, P: tl.constexpr, WAY: tl.constexpr):  # fmt: skip
+    """x [ROWS, V]: finite, 0 for non-members; largest [ROWS]: at least the bits of the largest abs(x)."""
+    if histogram.in_shared(WAY):
+        any_of = tl.reduce(members, 1, _or)
+        new = (largest > limits[0]) & ((any_of & 1) != 0)
+        for s in tl.static_range(1, G):
+            new = new | ((largest > limits[s]) & ((any_of & (1 << s)) != 0))
         tl.inline_asm_elementwise(
             _update_asm(G, V),
-            _outputs(V),
-            [x.to(tl.int32, bitcast=True), members, counters[0] + histogram.keys_offset(G, P, WAY)],
+            _constraints(V),
+            [
+                x.to(tl.int32, bitcast=True),
+                members,
+                counters[0] + histogram.keys_offset(G, P, WAY),
+                tl.broadcast_to(new.to(tl.int32)[:, None], (ROWS, V)),
+            ],
             dtype=tl.int32,
             is_pure=False,
             pack=V,
         )
         return extrema
     else:
-        member = (members & 1) != 0
-        top, bottom = _tile_extrema(x, member)
-        extrema_ = (tl.maximum(extrema[0], top), tl.maximum(extrema[1], bottom))
-        for s in tl.static_range(1, G):
-            member = ((members >> s) & 1) != 0
-            top, bottom = _tile_extrema(x, member)
-            extrema_ = extrema_ + (tl.maximum(extrema[2 * s], top), tl.maximum(extrema[2 * s + 1], bottom))
-        return extrema_
+        moved = ()
+        for s in tl.static_range(G):
+            top, bottom = _tile_extrema(x, ((members >> s) & 1) != 0)
+            moved = moved + (tl.maximum(extrema[2 * s], top), tl.maximum(extrema[2 * s + 1], bottom))
+        return moved
 
 
 @triton.jit

@@ -91,8 +91,8 @@ def _pick(sums, column, WHICH: tl.constexpr):
 
 @triton.jit
 def add_tile(row_ptr, x, members, far, G: tl.constexpr):
-    """Add the far tokens of a tile (x [ROWS, V] finite) to the scratch rows of the G slices."""
-    wide = tl.where(far, x, 0.0).to(tl.float64)
+    """Add the far tokens of a tile (x [ROWS, V], 0 for the others) to the scratch rows of the G slices."""
+    wide = x.to(tl.float64)
     largest = tl.max(tl.max(tl.abs(x), axis=1), axis=0)
     column = _columns()
     if largest <= PLAIN_LIMIT:

@@ -202,7 +202,10 @@ def _launch(
         config = slice_hist.config(n, max(logp.element_size(), old_logp.element_size()), slices, portable)
     way, group = _histogram_way(state.layout, mode, slices, config.many_rows, portable)
     aligned = grid is None and not any(tensor.data_ptr() & 15 for tensor in tensors)
-    programs = min(-(-n // (config.rows * config.v)), config.per_sm * _programs_max(logp.device) // MAX_PER_SM)
+    tiles = -(-n // (config.rows * config.v))
+    most = config.per_sm * _programs_max(logp.device) // MAX_PER_SM
+    run = min(config.run, -(-tiles // most))
+    programs = min(-(-tiles // run), most)
     for first in range(0, slices, group):
         g = min(group, slices - first)
         if mode == _MASKS:
@@ -211,7 +214,7 @@ def _launch(
             masks = members[:1]
         arguments = (
             logp, old_logp, *masks, *[logp] * (4 - len(masks)), base, state.buffer, scratch.rows, scratch.ticket,
-            n, slices, first, low, high, tail_bits,
+            n, slices, first, run, low, high, tail_bits,
         )  # fmt: skip
         kernel = slice_hist.slice_hist_kernel
         if grid is not None:

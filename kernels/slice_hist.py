@@ -94,10 +94,16 @@ def _load(logp_ptr, old_ptr, mask_ptrs, base_ptr, start, n, n_slices, first, col
           N_MASKS: tl.constexpr, HAS_BASE: tl.constexpr, FLAT: tl.constexpr):  # fmt: skip
     """What _unpack returns, of any tile: one element at a time, with strides, masked at the end of the tokens."""
     local = tl.arange(0, ROWS)[:, None] * V + tl.arange(0, V)[None, :]
-    keep = local < n - start
-    if FLAT:
-        at = start + local
-        offsets = (at, at, at, at, at, at, at)
+    keep = local < tl.minimum(n - start, ROWS * V).to(tl.int32)
+    if FLAT:  # 32-bit offsets from a scalar
+        logp_ptr = logp_ptr + start
+        old_ptr = old_ptr + start
+        base_ptr = base_ptr + start
+        moved = ()
+        for s in tl.static_range(N_MASKS):
+            moved = moved + (mask_ptrs[s] + start,)
+        mask_ptrs = moved
+        offsets = (local, local, local, local, local, local, local)
     else:
         offsets = (_strided(start, local, columns, strides[0]),)
         for t in tl.static_range(1, 7):
@@ -225,10 +231,33 @@ def _add_near(near, x, members, ROWS: tl.constexpr, V: tl.constexpr, G: tl.const
 
 
 @triton.jit
-def _tail(counters, extremes, any_far, x, members, row, largest, histogram_ptr, counts_ptr, row_ptr, low, high,
-          V: tl.constexpr, G: tl.constexpr, P: tl.constexpr, SHIFT: tl.constexpr, OFFSET: tl.constexpr,
-          WAY: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
-    """A tile with a clipped, far or non-finite token: all but its near sums. Returns x where near, else 0."""
+def _near_tile(near, counters, extremes, limits, seen, x, members, row, outside, histogram_ptr, counts_ptr,
+               ROWS: tl.constexpr, V: tl.constexpr, G: tl.constexpr, MODE: tl.constexpr,
+               P: tl.constexpr, SHIFT: tl.constexpr, OFFSET: tl.constexpr,
+               WAY: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
+    """Add the near tokens of a tile. Returns too the largest magnitude [ROWS] so far, near or not."""
+    if MODE == tile.IDS:
+        slot = tl.where(outside != 0, 2 * P + tile.OUT_OF_RANGE, 2 * P + tile.ZERO)
+        counters = histogram.add(counters, slot, outside, outside, histogram_ptr, counts_ptr, G, P, WAY, SLOTS)
+    magnitude = x.to(tl.int32, bitcast=True) & tile.ABS_BITS
+    largest = tl.max(magnitude, axis=1)
+    is_near = magnitude < tile.NEAR_BITS
+    x = tl.where(is_near, x, 0.0)
+    members = tl.where(is_near, members, 0)
+    row = tl.where(is_near, row, 0)
+    slot = tile.slot_of(x, tile.is_below(tile.NEAR_BITS, P, SHIFT, OFFSET), P, SHIFT, OFFSET)
+    counters = histogram.add(counters, slot, members, row, histogram_ptr, counts_ptr, G, P, WAY, SLOTS)
+    extremes = extrema.update(extremes, counters, limits, x, members, largest, ROWS, V, G, P, WAY)
+    near = _add_near(near, x, members, ROWS, V, G, histogram.in_shared(WAY))
+    return near, counters, extremes, tl.maximum(seen, largest)
+
+
+@triton.jit
+def _tail_tile(counters, extremes, limits, x, members, row, histogram_ptr, counts_ptr, row_ptr, low, high,
+               ROWS: tl.constexpr, V: tl.constexpr, G: tl.constexpr,
+               P: tl.constexpr, SHIFT: tl.constexpr, OFFSET: tl.constexpr,
+               WAY: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
+    """Add what _near_tile left of a tile: clip counts, and the tokens that are far or not finite."""
     nowhere: tl.constexpr = 2 * P + tile.ZERO
     magnitude = x.to(tl.int32, bitcast=True) & tile.ABS_BITS
     finite = magnitude < tile.INF_BITS
@@ -237,57 +266,24 @@ def _tail(counters, extremes, any_far, x, members, row, largest, histogram_ptr, 
     counters = histogram.add(
         counters, tl.where(finite, nowhere, slot), tl.where(finite, 0, members), tl.where(finite, 0, row),
         histogram_ptr, counts_ptr, G, P, WAY, SLOTS)  # fmt: skip
-    members = tl.where(finite, members, 0)
-    row = tl.where(finite, row, 0)
-    x = tl.where(finite, x, 0.0)
     slot = tl.where(x < low, 2 * P + tile.CLIP_LOW, tl.where(x > high, 2 * P + tile.CLIP_HIGH, nowhere))
-    clipped = slot != nowhere
+    clipped = finite & (slot != nowhere)
     counters = histogram.add(
-        counters, slot, tl.where(clipped, members, 0), tl.where(clipped, row, 0),
+        counters, tl.where(clipped, slot, nowhere), tl.where(clipped, members, 0), tl.where(clipped, row, 0),
         histogram_ptr, counts_ptr, G, P, WAY, SLOTS)  # fmt: skip
-    near_x = x
-    if largest >= tile.NEAR_BITS:
-        is_far = finite & (magnitude >= tile.NEAR_BITS)
-        counters = histogram.add(
-            counters, tl.where(is_far, 2 * P + tile.FAR, nowhere), tl.where(is_far, members, 0),
-            tl.where(is_far, row, 0), histogram_ptr, counts_ptr, G, P, WAY, SLOTS)  # fmt: skip
-        far.add_tile(row_ptr, x, members, is_far, G)
-        any_far += 1
-        near_x = tl.where(is_far, 0.0, x)
+    is_far = finite & (magnitude >= tile.NEAR_BITS)
+    x = tl.where(is_far, x, 0.0)
+    members = tl.where(is_far, members, 0)
+    row = tl.where(is_far, row, 0)
+    counters = histogram.add(
+        counters, tl.where(is_far, 2 * P + tile.FAR, nowhere), members, row,
+        histogram_ptr, counts_ptr, G, P, WAY, SLOTS)  # fmt: skip
     slot = tile.slot_of(x, False, P, SHIFT, OFFSET)
     counters = histogram.add(counters, slot, members, row, histogram_ptr, counts_ptr, G, P, WAY, SLOTS)
-    extremes = extrema.update(extremes, counters, x, members, G, P, V, WAY)
-    return near_x, counters, extremes, any_far
-
-
-@triton.jit
-def _tile(near, counters, extremes, any_far, x, members, row, outside, histogram_ptr, counts_ptr, row_ptr,
-          low, high, tail_bits,
-          ROWS: tl.constexpr, V: tl.constexpr, G: tl.constexpr, MODE: tl.constexpr,
-          P: tl.constexpr, SHIFT: tl.constexpr, OFFSET: tl.constexpr,
-          WAY: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
-    """Add a tile to the near sums, counters and extrema, and to the program's scratch rows what is far."""
-    nowhere: tl.constexpr = 2 * P + tile.ZERO
-    if MODE == tile.IDS:
-        slot = tl.where(outside != 0, 2 * P + tile.OUT_OF_RANGE, nowhere)
-        counters = histogram.add(counters, slot, outside, outside, histogram_ptr, counts_ptr, G, P, WAY, SLOTS)
-    near_x = x
-    magnitude = x.to(tl.int32, bitcast=True) & tile.ABS_BITS
-    largest = tl.max(tl.max(magnitude, axis=1), axis=0)
-    if largest >= tail_bits:
-        if histogram.in_shared(WAY):
-            _park(near, 5 * G)
-        near_x, counters, extremes, any_far = _tail(
-            counters, extremes, any_far, x, members, row, largest, histogram_ptr, counts_ptr, row_ptr, low, high,
-            V, G, P, SHIFT, OFFSET, WAY, SLOTS)  # fmt: skip
-        if histogram.in_shared(WAY):
-            near = _unpark(near, 5 * G)
-    else:  # the same without what cannot be, and without values that would have to be kept for later
-        slot = tile.slot_of(x, tile.is_below(tile.NEAR_BITS, P, SHIFT, OFFSET), P, SHIFT, OFFSET)
-        counters = histogram.add(counters, slot, members, row, histogram_ptr, counts_ptr, G, P, WAY, SLOTS)
-        extremes = extrema.update(extremes, counters, x, members, G, P, V, WAY)
-    near = _add_near(near, near_x, members, ROWS, V, G, histogram.in_shared(WAY))
-    return near, counters, extremes, any_far
+    largest = tl.max(x.to(tl.int32, bitcast=True) & tile.ABS_BITS, axis=1)
+    extremes = extrema.update(extremes, counters, limits, x, members, largest, ROWS, V, G, P, WAY)
+    far.add_tile(row_ptr, x, members, is_far, G)
+    return counters, extremes
 
 
 @triton.jit
@@ -334,7 +330,7 @@ def _store_program(near, counters, extremes, row_ptr, any_far, ROWS: tl.constexp
 
 @triton.jit
 def _run(logp_ptr, old_ptr, mask_ptrs, base_ptr, state_ptr, scratch_ptr, ticket_ptr,
-         n, n_slices, first, low, high, tail_bits, columns, strides,
+         n, n_slices, first, run, low, high, tail_bits, columns, strides,
          ROWS: tl.constexpr, V: tl.constexpr, G: tl.constexpr, MODE: tl.constexpr, HAS_BASE: tl.constexpr,
          FLAT: tl.constexpr, ALIGNED: tl.constexpr, P: tl.constexpr, SHIFT: tl.constexpr, OFFSET: tl.constexpr,
          WAY: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
@@ -348,8 +344,8 @@ def _run(logp_ptr, old_ptr, mask_ptrs, base_ptr, state_ptr, scratch_ptr, ticket_
 
     full_tiles = n // TILE
     if ALIGNED:
-        raw = _fetch(logp_ptr, old_ptr, mask_ptrs, base_ptr, tl.cast(program, tl.int64) * TILE, program < full_tiles,
-                     ROWS, V, N_MASKS, HAS_BASE)  # fmt: skip
+        raw = _fetch(logp_ptr, old_ptr, mask_ptrs, base_ptr, tl.cast(program * run, tl.int64) * TILE,
+                     program * run < full_tiles, ROWS, V, N_MASKS, HAS_BASE)  # fmt: skip
     else:
         raw = (0,)
     far.start(row_ptr, G)
@@ -362,27 +358,55 @@ def _run(logp_ptr, old_ptr, mask_ptrs, base_ptr, state_ptr, scratch_ptr, ticket_
     if histogram.in_shared(WAY):
         _declare_parking(5 * G)
 
-    for i in range(program, ((n + TILE - 1) // TILE).to(tl.int32), programs):
-        start = tl.cast(i, tl.int64) * TILE
-        if ALIGNED:
-            if i < full_tiles:
-                x, members, row, outside = _unpack(
-                    raw, logp_ptr, old_ptr, mask_ptrs, base_ptr, n_slices, first,
-                    ROWS, V, G, MODE, N_MASKS, HAS_BASE)  # fmt: skip
+    n_tiles = ((n + TILE - 1) // TILE).to(tl.int32)
+    for first_tile in range(program * run, n_tiles, programs * run):
+        end = tl.minimum(first_tile + run, n_tiles)
+        limits = extrema.thresholds(counters, ROWS, G, P, WAY)
+        seen = tl.zeros((ROWS,), tl.int32)
+        for i in range(first_tile, end):
+            start = tl.cast(i, tl.int64) * TILE
+            if ALIGNED:
+                if i < full_tiles:
+                    x, members, row, outside = _unpack(
+                        raw, logp_ptr, old_ptr, mask_ptrs, base_ptr, n_slices, first,
+                        ROWS, V, G, MODE, N_MASKS, HAS_BASE)  # fmt: skip
+                else:
+                    x, members, row, outside = _load(
+                        logp_ptr, old_ptr, mask_ptrs, base_ptr, start, n, n_slices, first, columns, strides,
+                        ROWS, V, G, MODE, N_MASKS, HAS_BASE, FLAT)  # fmt: skip
+                # the next tile is on its way while this one is counted
+                following = tl.where(i + 1 < end, i + 1, first_tile + programs * run)
+                raw = _fetch(logp_ptr, old_ptr, mask_ptrs, base_ptr, tl.cast(following, tl.int64) * TILE,
+                             following < full_tiles, ROWS, V, N_MASKS, HAS_BASE)  # fmt: skip
             else:
                 x, members, row, outside = _load(
                     logp_ptr, old_ptr, mask_ptrs, base_ptr, start, n, n_slices, first, columns, strides,
                     ROWS, V, G, MODE, N_MASKS, HAS_BASE, FLAT)  # fmt: skip
-            # the next tile is on its way while this one is counted
-            raw = _fetch(logp_ptr, old_ptr, mask_ptrs, base_ptr, start + tl.cast(programs, tl.int64) * TILE,
-                         i + programs < full_tiles, ROWS, V, N_MASKS, HAS_BASE)  # fmt: skip
-        else:
-            x, members, row, outside = _load(
-                logp_ptr, old_ptr, mask_ptrs, base_ptr, start, n, n_slices, first, columns, strides,
-                ROWS, V, G, MODE, N_MASKS, HAS_BASE, FLAT)  # fmt: skip
-        near, counters, extremes, any_far = _tile(
-            near, counters, extremes, any_far, x, members, row, outside, histogram_ptr, counts_ptr, row_ptr,
-            low, high, tail_bits, ROWS, V, G, MODE, P, SHIFT, OFFSET, WAY, SLOTS)  # fmt: skip
+            near, counters, extremes, seen = _near_tile(
+                near, counters, extremes, limits, seen, x, members, row, outside, histogram_ptr, counts_ptr,
+                ROWS, V, G, MODE, P, SHIFT, OFFSET, WAY, SLOTS)  # fmt: skip
+        # one vote a run: a vote a tile would keep the warps in step, all in the float64 unit at once
+        largest = tl.max(seen, axis=0)
+        if largest >= tail_bits:
+            if histogram.in_shared(WAY):
+                _park(near, 5 * G)
+            for i in range(first_tile, end):
+                start = tl.cast(i, tl.int64) * TILE
+                if ALIGNED and i < full_tiles:
+                    again = _fetch(logp_ptr, old_ptr, mask_ptrs, base_ptr, start, True, ROWS, V, N_MASKS, HAS_BASE)
+                    x, members, row, outside = _unpack(
+                        again, logp_ptr, old_ptr, mask_ptrs, base_ptr, n_slices, first,
+                        ROWS, V, G, MODE, N_MASKS, HAS_BASE)  # fmt: skip
+                else:
+                    x, members, row, outside = _load(
+                        logp_ptr, old_ptr, mask_ptrs, base_ptr, start, n, n_slices, first, columns, strides,
+                        ROWS, V, G, MODE, N_MASKS, HAS_BASE, FLAT)  # fmt: skip
+                counters, extremes = _tail_tile(
+                    counters, extremes, limits, x, members, row, histogram_ptr, counts_ptr, row_ptr, low, high,
+                    ROWS, V, G, P, SHIFT, OFFSET, WAY, SLOTS)  # fmt: skip
+            any_far = tl.where(largest >= tile.NEAR_BITS, 1, any_far)
+            if histogram.in_shared(WAY):
+                near = _unpark(near, 5 * G)
 
     tl.debug_barrier()
     histogram.flush(counters, histogram_ptr, counts_ptr, G, P, WAY, SLOTS)
@@ -401,9 +425,9 @@ def _run(logp_ptr, old_ptr, mask_ptrs, base_ptr, state_ptr, scratch_ptr, ticket_
         )
 
 
-@triton.jit(do_not_specialize=["n", "n_slices", "first", "tail_bits"])
+@triton.jit(do_not_specialize=["n", "n_slices", "first", "run", "tail_bits"])
 def slice_hist_kernel(logp_ptr, old_ptr, mask0, mask1, mask2, mask3, base_ptr, state_ptr, scratch_ptr, ticket_ptr,
-                      n: tl.int64, n_slices: tl.int32, first: tl.int32,
+                      n: tl.int64, n_slices: tl.int32, first: tl.int32, run: tl.int32,
                       low: tl.float32, high: tl.float32, tail_bits: tl.int32,
                       ROWS: tl.constexpr, V: tl.constexpr, G: tl.constexpr, MODE: tl.constexpr,
                       HAS_BASE: tl.constexpr, ALIGNED: tl.constexpr,
@@ -411,15 +435,15 @@ def slice_hist_kernel(logp_ptr, old_ptr, mask0, mask1, mask2, mask3, base_ptr, s
                       WAY: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
     """Contiguous tokens [n]; ALIGNED: every pointer to 16 bytes."""
     _run(logp_ptr, old_ptr, (mask0, mask1, mask2, mask3), base_ptr, state_ptr, scratch_ptr, ticket_ptr,
-         n, n_slices, first, low, high, tail_bits, n, ((1, 1),),
+         n, n_slices, first, run, low, high, tail_bits, n, ((1, 1),),
          ROWS, V, G, MODE, HAS_BASE, True, ALIGNED, P, SHIFT, OFFSET, WAY, SLOTS)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=[
-    "n", "n_slices", "first", "tail_bits", "columns", "logp_row", "logp_col", "old_row", "old_col",
+    "n", "n_slices", "first", "run", "tail_bits", "columns", "logp_row", "logp_col", "old_row", "old_col",
     "base_row", "base_col", "row0", "col0", "row1", "col1", "row2", "col2", "row3", "col3"])  # fmt: skip
 def slice_hist_strided_kernel(logp_ptr, old_ptr, mask0, mask1, mask2, mask3, base_ptr, state_ptr, scratch_ptr,
-                              ticket_ptr, n: tl.int64, n_slices: tl.int32, first: tl.int32,
+                              ticket_ptr, n: tl.int64, n_slices: tl.int32, first: tl.int32, run: tl.int32,
                               low: tl.float32, high: tl.float32, tail_bits: tl.int32, columns: tl.int64,
                               logp_row: tl.int64, logp_col: tl.int64, old_row: tl.int64, old_col: tl.int64,
                               base_row: tl.int64, base_col: tl.int64, row0: tl.int64, col0: tl.int64,
@@ -433,7 +457,7 @@ def slice_hist_strided_kernel(logp_ptr, old_ptr, mask0, mask1, mask2, mask3, bas
     strides = ((logp_row, logp_col), (old_row, old_col), (base_row, base_col),
                (row0, col0), (row1, col1), (row2, col2), (row3, col3))  # fmt: skip
     _run(logp_ptr, old_ptr, (mask0, mask1, mask2, mask3), base_ptr, state_ptr, scratch_ptr, ticket_ptr,
-         n, n_slices, first, low, high, tail_bits, columns, strides,
+         n, n_slices, first, run, low, high, tail_bits, columns, strides,
          ROWS, V, G, MODE, HAS_BASE, False, False, P, SHIFT, OFFSET, WAY, SLOTS)  # fmt: skip
 
 
@@ -442,6 +466,7 @@ class Config(NamedTuple):
 
     rows: int  # threads a program: one row of a tile belongs to one thread
     v: int  # contiguous tokens of a thread
+    run: int  # tiles between two looks for tokens that are not near
     per_sm: int  # programs an SM
     many_rows: bool  # more than 48 KiB of histogram rows a program, so one program an SM
     registers: int  # at most, a thread; the far branch would take all there are
@@ -450,12 +475,12 @@ class Config(NamedTuple):
 def config(n: int, itemsize: int, slices: int, portable: bool) -> Config:
     """By measurement on an H100."""
     if portable:
-        return Config(rows=256, v=8, per_sm=2, many_rows=False, registers=0)
+        return Config(rows=256, v=8, run=8, per_sm=2, many_rows=False, registers=0)
     if slices > 2:
         if n >= 1 << 22:
-            return Config(rows=512, v=8, per_sm=1, many_rows=True, registers=128)
-        return Config(rows=256, v=8, per_sm=2, many_rows=False, registers=128)
-    return Config(rows=256, v=8, per_sm=3, many_rows=False, registers=80)
+            return Config(rows=512, v=8, run=8, per_sm=1, many_rows=True, registers=128)
+        return Config(rows=256, v=8, run=8, per_sm=2, many_rows=False, registers=128)
+    return Config(rows=256, v=8, run=8, per_sm=3, many_rows=False, registers=80)
 
 
 def constants(layout: Any, way: int) -> dict[str, int]:

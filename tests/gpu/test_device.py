@@ -135,7 +135,7 @@ def test_every_way_gives_the_same_integers(rows, v):
     integers = len(NAMES) * (9 + Layout().n_bins)
     results = []
     for many_rows in (False, True):
-        config = slice_hist.Config(rows=rows, v=v, per_sm=1, many_rows=many_rows, registers=128)
+        config = slice_hist.Config(rows=rows, v=v, run=3, per_sm=1, many_rows=many_rows, registers=128)
         results.append(buffer(add(empty(), logp, old_logp, masks, config=config))[:integers])
     results.append(buffer(add(empty(), logp, old_logp, masks, portable=True))[:integers])
     for way, result in zip(("one row a slice", "one row a pattern", "portable"), results, strict=True):
