@@ -23,6 +23,20 @@ _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "ui
 _MASKS = ("bool", *_INTEGERS, *_FLOATS)
 
 
+def as_ids(masks: Masks, slice_ids: Any, names: Sequence[str] | None) -> tuple[Masks, Any, Sequence[str] | None]:
+    """A family of slices (:class:`pyrlstats.slices.Slices`) given as masks, as the ids that it holds.
+
+    Only where the ids mean ``names``; otherwise its masks are taken by name.
+    """
+    ids = getattr(masks, "ids", None)
+    if ids is None or slice_ids is not None or not isinstance(masks, Mapping):
+        return masks, slice_ids, names
+    family = tuple(masks)
+    if names is not None and tuple(names) != family:
+        return masks, slice_ids, names
+    return None, ids, family
+
+
 def resolve_names(masks: Masks, slice_ids: Any, names: Sequence[str] | None) -> tuple[str, ...]:
     """The slice names that one call's ``masks``, ``slice_ids`` and ``names`` imply."""
     if slice_ids is not None:
@@ -56,7 +70,8 @@ def _as_array(name: str, value: Any) -> Array:
         return value
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
-        return value.detach() if value.requires_grad else value
+        tensor = value.detach() if value.requires_grad else value
+        return tensor.resolve_neg()  # a lazily negated view has other bits in memory
     if hasattr(value, "__dlpack__"):
         if torch is not None:
             return torch.from_dlpack(value)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pyrlstats import _dispatch
-from pyrlstats._inputs import Masks, device_of, gate
+from pyrlstats._inputs import Masks, as_ids, device_of, gate
 from pyrlstats.layout import Layout, check_clip, check_names
 from pyrlstats.slice_stats import SliceStats
 from pyrlstats.state import State, on_one_device
@@ -78,6 +78,7 @@ class SliceAccumulator:
             raise RuntimeError(
                 "update after a reduction would mix this rank's tokens into the global state: call reset() first"
             )
+        masks, slice_ids, _ = as_ids(masks, slice_ids, self.names)
         if slice_ids is not None and masks is not None:
             raise ValueError("masks and slice_ids exclude each other: give one of them")
         if _is_compiling():

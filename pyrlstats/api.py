@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pyrlstats import _dispatch
-from pyrlstats._inputs import Masks, device_of, gate, resolve_names
+from pyrlstats._inputs import Masks, as_ids, device_of, gate, resolve_names
 from pyrlstats.layout import Layout, check_clip
 from pyrlstats.slice_stats import SliceStats
 from pyrlstats.state import State
@@ -35,9 +35,10 @@ def slice_stats(
             DLPack objects of one shape, any shape and strides; float32, bfloat16, float16 or float64, the two
             may differ. Both are widened to float32 before the subtraction (float64 is subtracted in float64 and
             rounded once). They are detached; no graph is kept.
-        masks: None (one slice "all" of every token), one array (the slice "all"), a mapping name -> array, or a
-            sequence of arrays with ``names``. bool, integer or float; non-zero, NaN included, is a member.
-            Shapes broadcast to logp's. Slices may overlap. A value outside never takes part in arithmetic.
+        masks: None (one slice "all" of every token), one array (the slice "all"), a mapping name -> array, a
+            family of :mod:`pyrlstats.slices`, or a sequence of arrays with ``names``. bool, integer or float;
+            non-zero, NaN included, is a member. Shapes broadcast to logp's. Slices may overlap. A value outside
+            never takes part in arithmetic.
         slice_ids: instead of ``masks``, one integer a token: the index into ``names``; negative is no slice,
             too large is counted in ``n_out_of_range``.
         names: slice names, distinct, not empty, without "/".
@@ -57,6 +58,7 @@ def slice_stats(
         ValueError: shapes, devices, names or clip that do not fit.
     """
     checked_clip = check_clip(clip)
+    masks, slice_ids, names = as_ids(masks, slice_ids, names)
     checked_names = resolve_names(masks, slice_ids, names)
     batch = gate(logp, old_logp, masks, slice_ids, mask, checked_names)
     state = State.empty(checked_names, layout, checked_clip, device_of(batch.logp))

@@ -151,9 +151,11 @@ class Layout:
             )
         octaves = self.max_exp - self.min_exp
         if octaves & (octaves - 1):
+            wider = self.min_exp + (1 << octaves.bit_length())
+            narrower = self.min_exp + (1 << (octaves.bit_length() - 1))
             raise ValueError(
                 f"Layout max_exp - min_exp must be a power of two, got {octaves}: "
-                f"try max_exp={self.min_exp + (1 << octaves.bit_length())}"
+                f"try max_exp={wider if wider <= 128 else narrower}"
             )
 
     @property

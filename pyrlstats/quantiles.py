@@ -106,6 +106,8 @@ def _halves(state: State) -> tuple[Array, Array]:
 def _as_list(name: str, given: Numbers) -> tuple[list[float], bool]:
     scalar = not hasattr(given, "__iter__")
     try:
+        if isinstance(given, str):
+            raise TypeError("a string is no number")
         values = [float(given)] if scalar else [float(value) for value in given]  # type: ignore[arg-type, union-attr]
     except TypeError as error:
         raise TypeError(f"{name} must be a number or a sequence of numbers, got {given!r}") from error

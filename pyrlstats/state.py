@@ -46,10 +46,6 @@ def power_of_two(exponent: Array) -> Array:
     return (biased << 52).view(xp.float64)
 
 
-# one copy of a template is one launch, zeroing and filling the maxima are two
-_templates: dict[tuple[int, Layout, Any], Array] = {}
-
-
 def _empty_buffer(slices: int, layout: Layout, device: Any) -> Array:
     if device is None:
         words: Array = np.zeros(words_of(slices, layout), np.int64)
@@ -57,7 +53,8 @@ def _empty_buffer(slices: int, layout: Layout, device: Any) -> Array:
         return words
     import torch
 
-    words = torch.zeros(words_of(slices, layout), dtype=torch.int64, device=device)
+    with torch.inference_mode(False):  # an accumulator is updated inside and outside of it
+        words = torch.zeros(words_of(slices, layout), dtype=torch.int64, device=device)
     words[-slices * len(MAXIMA) :].view(torch.float64).fill_(-float("inf"))
     return words
 
@@ -129,14 +126,7 @@ class State:
         device: Any = None,
     ) -> State:
         """A state of no tokens: on a torch device, or in NumPy memory where ``device`` is None."""
-        key = (len(names), layout, device)
-        template = _templates.get(key)
-        if template is None:
-            template = _empty_buffer(*key)
-            if type(template).__module__ in ("torch", "numpy"):  # not the fake tensors of a tracer
-                _templates[key] = template
-        buffer = template.copy() if device is None else template.clone()
-        return cls(tuple(names), layout, clip, buffer)
+        return cls(tuple(names), layout, clip, _empty_buffer(len(names), layout, device))
 
     @classmethod
     def from_parts(

@@ -22,7 +22,7 @@ import pyrlstats
 from pyrlstats.demo.calculator import calculate
 from pyrlstats.demo.policy import Policy
 from pyrlstats.demo.rollout import Rollout, sample
-from pyrlstats.demo.slices import NAMES, Role, slice_masks
+from pyrlstats.demo.slices import NAMES, Role, slices_of
 from pyrlstats.demo.task import MAX_LENGTH, SYMBOLS, Environment, Problem, decode, draw_problem
 from pyrlstats.demo.training import Settings, Trainer, advantages, log_probabilities
 from pyrlstats.demo.warmup import random_episode
@@ -127,7 +127,7 @@ def untrained() -> tuple[Policy, Rollout, list[Problem]]:
 
 def test_slices_partition_the_models_tokens(untrained: tuple[Policy, Rollout, list[Problem]]) -> None:
     _, rollout, _ = untrained
-    masks = {name: mask.tolist() for name, mask in slice_masks(rollout.roles).items()}
+    masks = {name: mask.tolist() for name, mask in slices_of(rollout.roles).items()}
     assert tuple(masks) == NAMES
     seen = dict.fromkeys(NAMES, 0)
     for row, roles in enumerate(rollout.roles.tolist()):

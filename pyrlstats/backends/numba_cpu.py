@@ -71,7 +71,7 @@ def _fill(
         for i in range(x.size):
             if not members[s, i]:
                 continue
-            v = float(x[i])
+            v = np.float64(x[i])  # float() would stay float32 here
             counts[s, _N_TOKENS] += 1
             if math.isnan(v):
                 counts[s, _N_NAN] += 1
@@ -104,9 +104,9 @@ def _fill(
                 sums[s, _FAR_K3] += math.expm1(v) - v
         if counts[s, _N_FAR] == 0:
             continue
-        exponent = math.floor(maxima[s, _MAX_X] * LOG2E)
+        exponent = np.floor(maxima[s, _MAX_X] * LOG2E)
         for i in range(x.size):
-            v = float(x[i])
+            v = np.float64(x[i])  # float() would stay float32 here
             if members[s, i] and math.isfinite(v) and abs(v) >= NEAR_LIMIT:
                 w = 2.0 ** (v * LOG2E - exponent)
                 sums[s, _FAR_W] += w

@@ -6,6 +6,8 @@ import enum
 
 import torch
 
+from pyrlstats.slices import Slices, tool_slices
+
 NAMES = ("text", "pre_tool", "post_tool")
 
 
@@ -18,16 +20,10 @@ class Role(enum.IntEnum):
     TOOL = 3
 
 
-def slice_masks(roles: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Boolean masks of the three slices; together they hold every token of the model once and no other.
-
-    ``post_tool`` is the model's tokens after the first tool result of their trajectory, ``pre_tool`` those before
-    it, ``text`` those of trajectories without a tool result.
+def slices_of(roles: torch.Tensor) -> Slices:
+    """The three slices; together they hold every token of the model once and no other.
 
     Args:
         roles: (B, T), :class:`Role` of each token of each trajectory.
     """
-    model, tool = roles == Role.MODEL, roles == Role.TOOL
-    after = tool.cumsum(-1) > 0
-    with_tool = after[:, -1:]
-    return {"text": model & ~with_tool, "pre_tool": model & with_tool & ~after, "post_tool": model & after}
+    return tool_slices(roles == Role.MODEL, roles == Role.TOOL)

@@ -11,7 +11,7 @@ import torch
 from pyrlstats.accumulator import SliceAccumulator
 from pyrlstats.demo.policy import Policy
 from pyrlstats.demo.rollout import Rollout, sample
-from pyrlstats.demo.slices import NAMES, Role, slice_masks
+from pyrlstats.demo.slices import NAMES, Role, slices_of
 from pyrlstats.demo.task import INDEX, MAX_LENGTH, PAD, SYMBOLS, Problem, draw_problem
 from pyrlstats.demo.warmup import random_episode
 from pyrlstats.slice_stats import SliceStats
@@ -155,10 +155,10 @@ class Trainer:
         advantage = advantages(rollout.rewards, self.settings.samples)[rows, None]
         old_logp = rollout.logp[rows, 1:]
         ours = rollout.roles[rows, 1:] == Role.MODEL
-        masks = {name: mask[:, 1:] for name, mask in slice_masks(rollout.roles[rows]).items()}
+        slices = slices_of(rollout.roles[rows, 1:])  # the first token is the prompt's
 
         logp = log_probabilities(self.policy, rollout.tokens[rows])
-        self._accumulator.update(logp, old_logp, masks)
+        self._accumulator.update(logp, old_logp, slices)
 
         low, high = self.settings.clip
         ratio = torch.exp(torch.where(ours, logp - old_logp, 0.0))
