@@ -79,7 +79,7 @@ def _accuracy(panel: Any, document: Document) -> None:
         error = max(number(errors["abs_log_ratio_p99_9"]), number(errors["abs_log_ratio_p99_99"]), 1e-5)
         panel.plot(row["seconds"]["median"] * 1e3, error, "o", color=colour)
         panel.annotate(
-            row["contender"], (row["seconds"]["median"] * 1e3, error), fontsize=6, xytext=(3, 3),
+            row["contender"], (row["seconds"]["median"] * 1e3, error), fontsize=6, xytext=(3, 3), rotation=35,
             textcoords="offset points",
         )  # fmt: skip
     panel.set(xscale="log", yscale="log", xlabel="ms", ylabel="relative error (1e-5: exact)")

@@ -155,6 +155,7 @@ def summary(document: dict[str, Any], axis: str) -> Table:
                 cells.append(f"{row['seconds']['median'] / ours['seconds']['median']:.3g}x")
             else:
                 cells.append(row["status"])
+                table.notes.append(f"{label}: {name}: {row['status']}: {row['reason']}")
         table.add(cells)
     return table
 
