@@ -168,7 +168,7 @@ class Trainer:
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self.policy.parameters(), 1.0)
         optimizer.step()
-        return Minibatch(logp.detach(), old_logp, masks)
+        return Minibatch(logp.detach(), old_logp, dict(slices))
 
 
 def _score(rollout: Rollout) -> Score:
