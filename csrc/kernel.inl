@@ -54,6 +54,7 @@ __attribute__((noinline)) void add_odd(const Plan& plan, Workspace& work, float 
     store(set.min_x, min(load(set.min_x), splat(x)));
     store(set.max_x, max(load(set.max_x), splat(x)));
     // its bin, straight into the slices
+    work.dirty = true;
     each_slice(work, set, [&](int64_t slice) {
       ++work.slice_histogram[slice * work.bins.count() + work.bins.of(bits)];
     });
@@ -254,9 +255,10 @@ void finish_set(const Plan& plan, Workspace& work, Set& set) {
   if (set.waiting >= kGroup) spill(plan, work, set);
   if (set.waiting > 0) {
     F least = load(set.min_x), most = load(set.max_x);
-    for (int i = 0; i < set.waiting; ++i) {
-      least = min(least, splat(set.x[i]));
-      most = max(most, splat(set.x[i]));
+    for (int i = set.waiting; i < kGroup; ++i) set.x[i] = set.x[0];
+    for (int i = 0; i < kGroup; i += kLanes) {
+      least = min(least, load(set.x + i));
+      most = max(most, load(set.x + i));
     }
     for (int i = set.waiting; i < kGroup; ++i) set.x[i] = 0;
     run(plan, work, Staged{set.x}, 0, 1, set);
@@ -344,12 +346,14 @@ void chunk(const Plan& plan, void* memory, int64_t begin, int64_t count, Moments
 
 void finish(const Plan& plan, void* memory, int64_t* histogram, int64_t* n_zero, int64_t n_zero_stride) {
   Workspace& work = open(plan, memory);
+  work.target = histogram;
   flush_all(work);
-  const int64_t bins = plan.slices * work.bins.count();
+  const int64_t bins = work.dirty ? plan.slices * work.bins.count() : 0;
   for (int64_t i = 0; i < bins; ++i) {
     histogram[i] += work.slice_histogram[i];
     work.slice_histogram[i] = 0;
   }
+  work.dirty = false;
   for (int64_t s = 0; s < plan.slices; ++s) {
     n_zero[s * n_zero_stride] += work.slice_zeros[s];
     work.slice_zeros[s] = 0;

@@ -15,7 +15,7 @@ inline F k3_beyond_square(F x, F x2) {
 }
 
 // The group's tokens in the slices' own histograms, where 16 bits do not hold a bin.
-__attribute__((noinline)) void count_wide(const Workspace& work, const Group& group, const Set& set) {
+__attribute__((noinline)) void count_wide(Workspace& work, const Group& group, const Set& set) {
   alignas(64) float x[kGroup];
   group.store_to(x);
   for (int i = 0; i < kGroup; ++i) {
@@ -25,6 +25,7 @@ __attribute__((noinline)) void count_wide(const Workspace& work, const Group& gr
       each_slice(work, set, [&](int64_t slice) { ++work.slice_zeros[slice]; });
     } else {
       const int64_t bin = work.bins.of(bits);
+      work.dirty = true;
       each_slice(work, set, [&](int64_t slice) {
         ++work.slice_histogram[slice * work.bins.count() + bin];
       });

@@ -64,6 +64,8 @@ struct Workspace {
   uint64_t base[kBlock / 64], keys[kBlock / 64];
   uint8_t* mask_bytes;  // [slices][kBlock]: masks that are not bytes in memory
   int64_t* slice_histogram;  // [slices][2P], the state's order
+  int64_t* target;           // what `flush` adds to: slice_histogram, or the state's own at the very end
+  bool dirty;                // slice_histogram is not all zeros
   int64_t* slice_zeros;      // [slices]
   uint16_t* trash;
   uint16_t restless;  // upper half of the least |x| that is far, clipped or beyond the bins
@@ -110,6 +112,7 @@ inline Workspace& open(const Plan& plan, void* memory) {
   for (int i = 0; i < work.slots; ++i) {
     work.sets[i].histogram = (uint16_t*)(base + sizes.histograms + sizes.histogram * i);
   }
+  work.target = work.slice_histogram;
   work.trash = (uint16_t*)(base + sizes.histograms + sizes.histogram * work.slots);
   work.restless = restless_from(plan);
   const int first = (127 + plan.min_exp) << 7, tiny = kTiny >> 16;
@@ -152,26 +155,26 @@ inline void settle(Workspace& work) {
 
 // Adds `count` bins of the set to its slices' bins `bin`, bin + step, ..; clears them.
 inline void flush_range(Workspace& work, Set& set, int from, int count, int64_t bin, int step) {
-  constexpr int kStretch = 16;  // all-zero stretches are the rule
+  constexpr int kStretch = 64;  // all-zero stretches are the rule
+  static_assert(kTurns == 4, "a bin's counters are one word");
   for (int i = 0; i < count; i += kStretch) {
     const int n = count - i < kStretch ? count - i : kStretch;
-    uint64_t turns[kStretch] = {}, some = 0;  // four counters of 16 bits each
     uint16_t* const p = set.histogram + kTurns * (from + i);
+    uint64_t turns[kStretch], some = 0;
     __builtin_memcpy(turns, p, sizeof(uint64_t) * n);
-    for (uint64_t turn : turns) some |= turn;
+    for (int j = 0; j < n; ++j) some |= turns[j];
     if (!some) continue;
     __builtin_memset(p, 0, sizeof(uint64_t) * n);
-    int64_t sums[kStretch];
-    for (int j = 0; j < kStretch; ++j) {
+    for (int j = 0; j < n; ++j) {
       const uint64_t pairs = (turns[j] & 0x0000ffff0000ffff) + (turns[j] >> 16 & 0x0000ffff0000ffff);
-      sums[j] = (int64_t)((pairs & 0xffffffff) + (pairs >> 32));
+      turns[j] = (pairs & 0xffffffff) + (pairs >> 32);
     }
     each_slice(work, set, [&](int64_t slice) {
-      int64_t* to = work.slice_histogram + slice * work.bins.count() + bin + i * step;
+      int64_t* to = work.target + slice * work.bins.count() + bin + i * step;
       if (step > 0) {
-        for (int j = 0; j < n; ++j) to[j] += sums[j];
+        for (int j = 0; j < n; ++j) to[j] += (int64_t)turns[j];
       } else {
-        for (int j = 0; j < n; ++j) to[-j] += sums[j];
+        for (int j = 0; j < n; ++j) to[-j] += (int64_t)turns[j];
       }
     });
   }
@@ -180,6 +183,7 @@ inline void flush_range(Workspace& work, Set& set, int from, int count, int64_t 
 // A set's histogram into its slices'; clears it.
 void flush(Workspace& work, Set& set) {
   settle(work);
+  work.dirty |= work.target == work.slice_histogram;
   const NarrowBins& narrow = work.narrow;
   const int size = work.bins.per_sign, offset = work.bins.offset;
   flush_range(work, set, offset, size, size, 1);
