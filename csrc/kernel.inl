@@ -216,7 +216,7 @@ void walk(const Plan& plan, Workspace& work, const Source& source, int groups, M
     }
     // not of one set, or with an odd token
     alignas(64) float x[2 * kGroup];
-    source.group(g).store_to(x);
+    source.ordered(g).store_to(x);
     if (plan.ids) {
       mixed_ids(plan, work, x, work.stage.ids + g * kGroup, work.base[g], moments);
     } else {

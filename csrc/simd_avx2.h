@@ -129,6 +129,12 @@ inline F load_bf16(const uint16_t* p) {
   const __m256i v = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
   return _mm256_castsi256_ps(_mm256_slli_epi32(v, 16));
 }
+// 2 * kLanes of them in an order of its own, the same for every call: cheaper by half
+inline void load_bf16_pair(const uint16_t* p, F& a, F& b) {
+  const __m256i v = _mm256_loadu_si256((const __m256i*)p);
+  a = _mm256_castsi256_ps(_mm256_slli_epi32(v, 16));
+  b = _mm256_castsi256_ps(_mm256_and_si256(v, _mm256_set1_epi32((int)0xffff0000)));
+}
 inline F load_f16(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
 
 }  // namespace

@@ -105,6 +105,12 @@ inline F load_bf16(const uint16_t* p) {
   const __m512i v = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
   return _mm512_castsi512_ps(_mm512_slli_epi32(v, 16));
 }
+// 2 * kLanes of them in an order of its own, the same for every call: cheaper by half
+inline void load_bf16_pair(const uint16_t* p, F& a, F& b) {
+  const __m512i v = _mm512_loadu_si512(p);
+  a = _mm512_castsi512_ps(_mm512_slli_epi32(v, 16));
+  b = _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32((int)0xffff0000)));
+}
 inline F load_f16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 
 }  // namespace
