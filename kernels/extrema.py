@@ -77,7 +77,7 @@ def _update_asm(G, V):
 
 
 @triton.jit
-def _or(a, b):
+def either(a, b):
     return a | b
 
 
@@ -117,10 +117,10 @@ def update(extrema, counters, limits, x, members, largest,
            ROWS: tl.constexpr, V: tl.constexpr, G: tl.constexpr, P: tl.constexpr, WAY: tl.constexpr):  # fmt: skip
     """x [ROWS, V]: finite, 0 for non-members; largest [ROWS]: at least the bits of the largest abs(x)."""
     if histogram.in_shared(WAY):
-        any_of = tl.reduce(members, 1, _or)
-        new = (largest > limits[0]) & ((any_of & 1) != 0)
+        any_of = tl.reduce(members, 1, either)
+        beyond = tl.where(largest > limits[0], 1, 0)
         for s in tl.static_range(1, G):
-            new = new | ((largest > limits[s]) & ((any_of & (1 << s)) != 0))
+            beyond = beyond | tl.where(largest > limits[s], 1 << s, 0)
         tl.inline_asm_elementwise(
             _update_asm(G, V),
             _constraints(V),
@@ -128,7 +128,7 @@ def update(extrema, counters, limits, x, members, largest,
                 x.to(tl.int32, bitcast=True),
                 members,
                 counters[0] + histogram.keys_offset(G, P, WAY),
-                tl.broadcast_to(new.to(tl.int32)[:, None], (ROWS, V)),
+                tl.broadcast_to((beyond & any_of)[:, None], (ROWS, V)),
             ],
             dtype=tl.int32,
             is_pure=False,

@@ -10,7 +10,7 @@ SINGLE    one row a slice, one atomic a token: disjoint slices, or one slice.
 REGISTERS ``tl.histogram`` of every tile, added up in registers (portable: ROCm, interpreter).
 GLOBAL    atomics on the state itself, for layouts whose rows fit nowhere else.
 
-A row has 2P bins and then one slot for each name of ``layout.COUNTS``.
+A row is filled from its end: slot k (tile.py) is the word k before the last.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ SINGLE = tl.constexpr(2)
 REGISTERS = tl.constexpr(3)
 GLOBAL = tl.constexpr(4)
 
-EXTRA = 12  # slots of a row beyond the bins: the counts, padded to 16 bytes
-HEADER = 32  # bytes before the first row; the first word takes the tokens that are in no row
+HEADER = 32  # bytes before the first row; the last word of them takes the tokens that are in no row
 STATIC_BYTES = 46 << 10  # CUDA gives 48 KiB without asking, and Triton's reductions need some of it
 DYNAMIC_WORDS = 1 << 15  # 128 KiB, for rows that need more
 DYNAMIC_SPARE = 4 << 10  # bytes of it left to Triton's reductions
@@ -41,6 +40,7 @@ def in_shared(WAY):
 
 @triton.constexpr_function
 def row_bytes(P):
+    """2P bins, two zeros, 9 counts, padded to 16 bytes."""
     return 4 * (2 * P + 12)
 
 
@@ -179,14 +179,14 @@ def add(counters, slot, members, row, histogram_ptr, counts_ptr,
         G: tl.constexpr, P: tl.constexpr, WAY: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
     """Count tokens at ``slot`` in every slice s whose bit of ``members`` is set.
 
-    row is the members (PATTERNS), the slice + 1 (SINGLE), or whatever (other ways), and 0 for no members: those
-    must be at the slot of zeros, which is where the junk word lies.
+    row is the members (PATTERNS), the slice + 1 (SINGLE), or whatever (other ways), and 0 for no members, with the
+    slot NOWHERE: that is the junk word.
     """
     if WAY == SLICES:
         tl.inline_asm_elementwise(
             _add_slices_asm(G, P),
             "=r,r,r,r",
-            [counters[0] + 32 + slot * 4, members, counters[0]],
+            [counters[0] + (28 + row_bytes(P)) - slot * 4, members, counters[0] + 28],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
@@ -196,7 +196,7 @@ def add(counters, slot, members, row, histogram_ptr, counts_ptr,
         tl.inline_asm_elementwise(
             "red.shared.add.u32 [$1], 1; mov.u32 $0, 0;",
             "=r,r",
-            [counters[0] + (32 - row_bytes(P)) + row * row_bytes(P) + slot * 4],
+            [counters[0] + 28 + row * row_bytes(P) - slot * 4],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
@@ -212,19 +212,40 @@ def add(counters, slot, members, row, histogram_ptr, counts_ptr,
             counted = counted + (counters[s] + tl.histogram(here, SLOTS),)
         return counted
     else:
-        is_bin = slot < 2 * P
+        special = slot >= 2 * P + 2
+        zero = (slot == 0) | (slot == P + 1)
+        is_bin = (special | zero) == 0
         one = tl.full(slot.shape, 1, tl.int64)
+        column = tl.where(zero, tile.ZERO, slot - (2 * P + 2))
+        bin_ = tile.state_bin(slot, P)
         for s in tl.static_range(G):
             member = ((members >> s) & 1) != 0
-            tl.atomic_add(histogram_ptr + s * 2 * P + slot, one, mask=member & is_bin, sem="relaxed")
-            column = slot - 2 * P
-            tl.atomic_add(
-                counts_ptr + s * tile.N_COUNTS + column, one, mask=member & (is_bin == 0), sem="relaxed"
-            )
+            tl.atomic_add(histogram_ptr + s * 2 * P + bin_, one, mask=member & is_bin, sem="relaxed")
+            tl.atomic_add(counts_ptr + s * tile.N_COUNTS + column, one, mask=member & (is_bin == 0), sem="relaxed")
             token = member & (is_bin | (column <= tile.ZERO))
             total = tl.sum(tl.reshape(token.to(tl.int64), (slot.numel,)), axis=0)
             tl.atomic_add(counts_ptr + s * tile.N_COUNTS, total, sem="relaxed")
         return counters
+
+
+@triton.jit
+def add_near(counters, x, members, row, histogram_ptr, counts_ptr,
+             G: tl.constexpr, P: tl.constexpr, SHIFT: tl.constexpr, OFFSET: tl.constexpr,
+             WAY: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
+    """Count tokens with |x| < 0.5 in their bins; x is 0 where row is."""
+    if in_shared(WAY) and WAY != SLICES:
+        tl.inline_asm_elementwise(
+            tile.slot_asm(P, SHIFT, OFFSET),
+            "=r,r,r",
+            [x.to(tl.int32, bitcast=True), row * row_bytes(P) + (counters[0] + 28)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+        return counters
+    else:
+        slot = tile.slot_of(x, P, SHIFT, OFFSET)
+        return add(counters, slot, members, row, histogram_ptr, counts_ptr, G, P, WAY, SLOTS)
 
 
 @triton.jit
@@ -235,27 +256,36 @@ def flush(counters, histogram_ptr, counts_ptr,
         S: tl.constexpr = power_of_two_from(G)
         slices = tl.arange(0, S)[:, None]
         bins = tl.arange(0, 2 * P)[None, :]
-        value = _slice_rows(counters[0], slices, bins, S, G, P, WAY)
+        value = _slice_rows(counters[0], slices, tile.slot_of_bin(bins, P), S, G, P, WAY)
         tl.atomic_add(histogram_ptr + slices * (2 * P) + bins, value, mask=value != 0, sem="relaxed")
         column = tl.arange(0, 16)[None, :]
-        special = _slice_rows(counters[0], slices, 2 * P + column, S, G, P, WAY)
+        counted = column < tile.N_COUNTS
+        # the two zeros are one count
+        slot = tl.where(counted & (column != tile.ZERO), 2 * P + 2 + column, 0)
+        special = _slice_rows(counters[0], slices, slot, S, G, P, WAY)
+        negative_zero = _slice_rows(counters[0], slices, tl.full((1, 16), P + 1, tl.int32), S, G, P, WAY)
+        special += tl.where(column == tile.ZERO, negative_zero, 0)
+        special = tl.where(counted, special, 0)
         _add_counts(special, tl.sum(value, axis=1), slices, column, counts_ptr)
     elif WAY == REGISTERS:
         slots = tl.arange(0, SLOTS)
+        zero = (slots == 0) | (slots == P + 1)
+        is_bin = (slots <= 2 * P + 1) & (zero == 0)
+        column = tl.where(zero, tile.ZERO, slots - (2 * P + 2))
         for s in tl.static_range(G):
             value = counters[s].to(tl.int64)
-            in_bins = slots < 2 * P
-            tl.atomic_add(histogram_ptr + s * 2 * P + slots, value, mask=in_bins & (value != 0), sem="relaxed")
-            total = tl.sum(tl.where(in_bins, value, 0), axis=0)
-            special = tl.where(in_bins, 0, value)[None, :]
+            bins = histogram_ptr + s * 2 * P + tile.state_bin(slots, P)
+            tl.atomic_add(bins, value, mask=is_bin & (value != 0), sem="relaxed")
+            total = tl.sum(tl.where(is_bin, value, 0), axis=0)
+            special = tl.where(is_bin, 0, value)[None, :]
             slices = tl.full((1, 1), s, tl.int32)
-            _add_counts(special, total + tl.zeros((1,), tl.int64), slices, slots[None, :] - 2 * P, counts_ptr)
+            _add_counts(special, total + tl.zeros((1,), tl.int64), slices, column[None, :], counts_ptr)
 
 
 @triton.jit
 def _slice_rows(base, slices, slot, S: tl.constexpr, G: tl.constexpr, P: tl.constexpr, WAY: tl.constexpr):
     """int64 [S, slots]: counts of every slice, 0 beyond the last."""
-    offset = base + 32 + 4 * slot + tl.zeros((S, 1), tl.int32)
+    offset = base + (28 + row_bytes(P)) - 4 * slot + tl.zeros((S, 1), tl.int32)
     if WAY == PATTERNS:
         total = tl.zeros(offset.shape, tl.int64)
         for pattern in tl.static_range(1, 1 << G):

@@ -201,7 +201,9 @@ def _launch(
     if config is None:
         config = slice_hist.config(n, max(logp.element_size(), old_logp.element_size()), slices, portable)
     way, group = _histogram_way(state.layout, mode, slices, config.many_rows, portable)
-    aligned = grid is None and not any(tensor.data_ptr() & 15 for tensor in tensors)
+    aligned = (
+        grid is None and n >= config.rows * config.v and not any(tensor.data_ptr() & 15 for tensor in tensors)
+    )
     tiles = -(-n // (config.rows * config.v))
     most = config.per_sm * _programs_max(logp.device) // MAX_PER_SM
     run = min(config.run, -(-tiles // most))

@@ -34,17 +34,17 @@ def _members_of_ids(ids, n_slices, first, base, G: tl.constexpr):
 
 
 @triton.jit
-def _fetch(logp_ptr, old_ptr, mask_ptrs, base_ptr, start, inside,
+def _fetch(logp_ptr, old_ptr, mask_ptrs, base_ptr, start,
            ROWS: tl.constexpr, V: tl.constexpr, N_MASKS: tl.constexpr, HAS_BASE: tl.constexpr):  # fmt: skip
     """The words of one full tile."""
     raw = (
-        tile.fetch(logp_ptr + start, inside, ROWS, V),
-        tile.fetch(old_ptr + start, inside, ROWS, V),
+        tile.fetch(logp_ptr + start, ROWS, V),
+        tile.fetch(old_ptr + start, ROWS, V),
     )
     for s in tl.static_range(N_MASKS):
-        raw = raw + (tile.fetch(mask_ptrs[s] + start, inside, ROWS, V),)
+        raw = raw + (tile.fetch(mask_ptrs[s] + start, ROWS, V),)
     if HAS_BASE:
-        raw = raw + (tile.fetch(base_ptr + start, inside, ROWS, V),)
+        raw = raw + (tile.fetch(base_ptr + start, ROWS, V),)
     return raw
 
 
@@ -52,7 +52,7 @@ def _fetch(logp_ptr, old_ptr, mask_ptrs, base_ptr, start, inside,
 def _unpack(raw, logp_ptr, old_ptr, mask_ptrs, base_ptr, n_slices, first,
             ROWS: tl.constexpr, V: tl.constexpr, G: tl.constexpr, MODE: tl.constexpr,
             N_MASKS: tl.constexpr, HAS_BASE: tl.constexpr):  # fmt: skip
-    """x of a fetched tile (0 for non-members), members, histogram rows, ids out of range."""
+    """x of a fetched tile (anything for non-members), members, histogram rows, ids out of range."""
     outside = tl.zeros((ROWS, V), tl.int32)
     if HAS_BASE:
         base = tile.is_set(raw[2 + N_MASKS], base_ptr.dtype.element_ty, ROWS, V)
@@ -85,7 +85,7 @@ def _unpack(raw, logp_ptr, old_ptr, mask_ptrs, base_ptr, n_slices, first,
         tile.unpack_floats(raw[0], logp_ptr.dtype.element_ty, ROWS, V),
         tile.unpack_floats(raw[1], old_ptr.dtype.element_ty, ROWS, V),
     )
-    return tl.where(members != 0, x, 0.0), members, row, outside
+    return x, members, row, outside
 
 
 @triton.jit
@@ -131,7 +131,7 @@ def _load(logp_ptr, old_ptr, mask_ptrs, base_ptr, start, n, n_slices, first, col
     x = tile.log_ratio(
         tl.load(logp_ptr + offsets[0], mask=keep, other=0.0), tl.load(old_ptr + offsets[1], mask=keep, other=0.0)
     )
-    return tl.where(members != 0, x, 0.0), members, row, outside
+    return x, members, row, outside
 
 
 @triton.jit
@@ -186,6 +186,11 @@ def _unpark(near, COUNT: tl.constexpr):
 
 
 @triton.jit
+def _settled(value):
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def _after(x, total):
     """x, once ``total`` is known: LLVM would compute the terms of all V tokens first, in 64 registers too many."""
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,d", [x, total], dtype=tl.float32, is_pure=True, pack=1)
@@ -235,21 +240,28 @@ def _near_tile(near, counters, extremes, limits, seen, x, members, row, outside,
                ROWS: tl.constexpr, V: tl.constexpr, G: tl.constexpr, MODE: tl.constexpr,
                P: tl.constexpr, SHIFT: tl.constexpr, OFFSET: tl.constexpr,
                WAY: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
-    """Add the near tokens of a tile. Returns too the largest magnitude [ROWS] so far, near or not."""
+    """Add the near tokens of a tile; x of non-members may be anything.
+
+    Returns too the largest magnitude [ROWS] so far, NEAR_BITS for all that are not near.
+    """
     if MODE == tile.IDS:
-        slot = tl.where(outside != 0, 2 * P + tile.OUT_OF_RANGE, 2 * P + tile.ZERO)
+        slot = tl.where(outside != 0, 2 * P + 2 + tile.OUT_OF_RANGE, tile.NOWHERE)
         counters = histogram.add(counters, slot, outside, outside, histogram_ptr, counts_ptr, G, P, WAY, SLOTS)
-    magnitude = x.to(tl.int32, bitcast=True) & tile.ABS_BITS
-    largest = tl.max(magnitude, axis=1)
-    is_near = magnitude < tile.NEAR_BITS
+    is_near = (tl.abs(x) < tile.NEAR_LIMIT) & (members != 0)
     x = tl.where(is_near, x, 0.0)
+    left = tl.where(is_near, 0, members)
     members = tl.where(is_near, members, 0)
     row = tl.where(is_near, row, 0)
-    slot = tile.slot_of(x, tile.is_below(tile.NEAR_BITS, P, SHIFT, OFFSET), P, SHIFT, OFFSET)
-    counters = histogram.add(counters, slot, members, row, histogram_ptr, counts_ptr, G, P, WAY, SLOTS)
+    counters = histogram.add_near(
+        counters, x, members, row, histogram_ptr, counts_ptr, G, P, SHIFT, OFFSET, WAY, SLOTS)  # fmt: skip
+    largest = tl.max(x.to(tl.int32, bitcast=True) & tile.ABS_BITS, axis=1)
+    not_near = tl.where(tl.reduce(left, 1, extrema.either) != 0, tile.NEAR_BITS, 0)
+    seen = tl.maximum(seen, tl.maximum(largest, not_near))
+    if histogram.in_shared(WAY):  # now, or LLVM keeps all V of ``left`` for later
+        seen = _settled(seen)
     extremes = extrema.update(extremes, counters, limits, x, members, largest, ROWS, V, G, P, WAY)
     near = _add_near(near, x, members, ROWS, V, G, histogram.in_shared(WAY))
-    return near, counters, extremes, tl.maximum(seen, largest)
+    return near, counters, extremes, seen
 
 
 @triton.jit
@@ -258,15 +270,17 @@ def _tail_tile(counters, extremes, limits, x, members, row, histogram_ptr, count
                P: tl.constexpr, SHIFT: tl.constexpr, OFFSET: tl.constexpr,
                WAY: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
     """Add what _near_tile left of a tile: clip counts, and the tokens that are far or not finite."""
-    nowhere: tl.constexpr = 2 * P + tile.ZERO
+    nowhere: tl.constexpr = tile.NOWHERE
+    x = tl.where(members != 0, x, 0.0)
     magnitude = x.to(tl.int32, bitcast=True) & tile.ABS_BITS
     finite = magnitude < tile.INF_BITS
-    slot = tl.where(x > 0, 2 * P + tile.POS_INF, 2 * P + tile.NEG_INF)
-    slot = tl.where(magnitude > tile.INF_BITS, 2 * P + tile.NAN, slot)
+    slot = tl.where(x > 0, 2 * P + 2 + tile.POS_INF, 2 * P + 2 + tile.NEG_INF)
+    slot = tl.where(magnitude > tile.INF_BITS, 2 * P + 2 + tile.NAN, slot)
     counters = histogram.add(
         counters, tl.where(finite, nowhere, slot), tl.where(finite, 0, members), tl.where(finite, 0, row),
         histogram_ptr, counts_ptr, G, P, WAY, SLOTS)  # fmt: skip
-    slot = tl.where(x < low, 2 * P + tile.CLIP_LOW, tl.where(x > high, 2 * P + tile.CLIP_HIGH, nowhere))
+    slot = tl.where(x > high, 2 * P + 2 + tile.CLIP_HIGH, nowhere)
+    slot = tl.where(x < low, 2 * P + 2 + tile.CLIP_LOW, slot)
     clipped = finite & (slot != nowhere)
     counters = histogram.add(
         counters, tl.where(clipped, slot, nowhere), tl.where(clipped, members, 0), tl.where(clipped, row, 0),
@@ -276,9 +290,9 @@ def _tail_tile(counters, extremes, limits, x, members, row, histogram_ptr, count
     members = tl.where(is_far, members, 0)
     row = tl.where(is_far, row, 0)
     counters = histogram.add(
-        counters, tl.where(is_far, 2 * P + tile.FAR, nowhere), members, row,
+        counters, tl.where(is_far, 2 * P + 2 + tile.FAR, nowhere), members, row,
         histogram_ptr, counts_ptr, G, P, WAY, SLOTS)  # fmt: skip
-    slot = tile.slot_of(x, False, P, SHIFT, OFFSET)
+    slot = tile.slot_of(x, P, SHIFT, OFFSET)
     counters = histogram.add(counters, slot, members, row, histogram_ptr, counts_ptr, G, P, WAY, SLOTS)
     largest = tl.max(x.to(tl.int32, bitcast=True) & tile.ABS_BITS, axis=1)
     extremes = extrema.update(extremes, counters, limits, x, members, largest, ROWS, V, G, P, WAY)
@@ -342,10 +356,12 @@ def _run(logp_ptr, old_ptr, mask_ptrs, base_ptr, state_ptr, scratch_ptr, ticket_
     histogram_ptr = state_ptr + n_slices * tile.N_COUNTS + first * 2 * P
     row_ptr = scratch_ptr + program * (G * far.ROW)
 
-    full_tiles = n // TILE
+    full_tiles = (n // TILE).to(tl.int32)
+    last_full = full_tiles - 1
     if ALIGNED:
-        raw = _fetch(logp_ptr, old_ptr, mask_ptrs, base_ptr, tl.cast(program * run, tl.int64) * TILE,
-                     program * run < full_tiles, ROWS, V, N_MASKS, HAS_BASE)  # fmt: skip
+        first_fetch = tl.minimum(program * run, last_full)
+        raw = _fetch(logp_ptr, old_ptr, mask_ptrs, base_ptr, tl.cast(first_fetch, tl.int64) * TILE,
+                     ROWS, V, N_MASKS, HAS_BASE)  # fmt: skip
     else:
         raw = (0,)
     far.start(row_ptr, G)
@@ -376,8 +392,9 @@ def _run(logp_ptr, old_ptr, mask_ptrs, base_ptr, state_ptr, scratch_ptr, ticket_
                         ROWS, V, G, MODE, N_MASKS, HAS_BASE, FLAT)  # fmt: skip
                 # the next tile is on its way while this one is counted
                 following = tl.where(i + 1 < end, i + 1, first_tile + programs * run)
+                following = tl.minimum(following, last_full)
                 raw = _fetch(logp_ptr, old_ptr, mask_ptrs, base_ptr, tl.cast(following, tl.int64) * TILE,
-                             following < full_tiles, ROWS, V, N_MASKS, HAS_BASE)  # fmt: skip
+                             ROWS, V, N_MASKS, HAS_BASE)  # fmt: skip
             else:
                 x, members, row, outside = _load(
                     logp_ptr, old_ptr, mask_ptrs, base_ptr, start, n, n_slices, first, columns, strides,
@@ -393,7 +410,7 @@ def _run(logp_ptr, old_ptr, mask_ptrs, base_ptr, state_ptr, scratch_ptr, ticket_
             for i in range(first_tile, end):
                 start = tl.cast(i, tl.int64) * TILE
                 if ALIGNED and i < full_tiles:
-                    again = _fetch(logp_ptr, old_ptr, mask_ptrs, base_ptr, start, True, ROWS, V, N_MASKS, HAS_BASE)
+                    again = _fetch(logp_ptr, old_ptr, mask_ptrs, base_ptr, start, ROWS, V, N_MASKS, HAS_BASE)
                     x, members, row, outside = _unpack(
                         again, logp_ptr, old_ptr, mask_ptrs, base_ptr, n_slices, first,
                         ROWS, V, G, MODE, N_MASKS, HAS_BASE)  # fmt: skip
@@ -433,7 +450,7 @@ def slice_hist_kernel(logp_ptr, old_ptr, mask0, mask1, mask2, mask3, base_ptr, s
                       HAS_BASE: tl.constexpr, ALIGNED: tl.constexpr,
                       P: tl.constexpr, SHIFT: tl.constexpr, OFFSET: tl.constexpr,
                       WAY: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
-    """Contiguous tokens [n]; ALIGNED: every pointer to 16 bytes."""
+    """Contiguous tokens [n]; ALIGNED: every pointer to 16 bytes, and at least one full tile."""
     _run(logp_ptr, old_ptr, (mask0, mask1, mask2, mask3), base_ptr, state_ptr, scratch_ptr, ticket_ptr,
          n, n_slices, first, run, low, high, tail_bits, n, ((1, 1),),
          ROWS, V, G, MODE, HAS_BASE, True, ALIGNED, P, SHIFT, OFFSET, WAY, SLOTS)  # fmt: skip

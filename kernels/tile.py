@@ -13,8 +13,10 @@ from pyrlstats import layout
 ABS_BITS = tl.constexpr(layout.ABS_BITS)
 INF_BITS = tl.constexpr(layout.INF_BITS)
 NEAR_BITS = tl.constexpr(layout.NEAR_BITS)
+NEAR_LIMIT = tl.constexpr(layout.NEAR_LIMIT)
 
-# A histogram row is the 2P bins, then one slot for every name of layout.COUNTS.
+# A token is counted in a slot of its row: 0 is x = +0, then P bins of positive x by magnitude, x = -0, P bins of
+# negative x by magnitude, and one slot for every name of layout.COUNTS. state_bin() gives the bin of layout.py.
 NAN = tl.constexpr(layout.COUNTS.index("n_nan"))
 POS_INF = tl.constexpr(layout.COUNTS.index("n_pos_inf"))
 NEG_INF = tl.constexpr(layout.COUNTS.index("n_neg_inf"))
@@ -24,6 +26,7 @@ CLIP_HIGH = tl.constexpr(layout.COUNTS.index("clip_high"))
 FAR = tl.constexpr(layout.COUNTS.index("n_far"))
 OUT_OF_RANGE = tl.constexpr(layout.COUNTS.index("n_out_of_range"))
 N_COUNTS = tl.constexpr(len(layout.COUNTS))
+NOWHERE = tl.constexpr(0)  # the slot that goes with no members
 
 # How the slices of the tokens are given.
 ALL = tl.constexpr(0)  # every token is in the only slice
@@ -49,7 +52,7 @@ def all_bytes(ptrs, G):
 
 
 @triton.jit
-def fetch(ptr, inside, ROWS: tl.constexpr, V: tl.constexpr):
+def fetch(ptr, ROWS: tl.constexpr, V: tl.constexpr):
     """V contiguous elements a row, as 32-bit words if they are smaller: loaded early, unpacked when needed.
 
     Unpacked at once they would take twice to four times the registers, and wait for the load.
@@ -58,7 +61,7 @@ def fetch(ptr, inside, ROWS: tl.constexpr, V: tl.constexpr):
     if ptr.dtype.element_ty.primitive_bitwidth < 32:
         ptr = ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     at = tl.arange(0, ROWS)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
-    return tl.load(ptr + at, mask=tl.full((ROWS, WORDS), 1, tl.int1) & inside)
+    return tl.load(ptr + at)
 
 
 @triton.jit
@@ -134,22 +137,40 @@ def log_ratio(logp, old_logp):
         return logp.to(tl.float32) - old_logp.to(tl.float32)
 
 
+@triton.jit
+def slot_of(x, P: tl.constexpr, SHIFT: tl.constexpr, OFFSET: tl.constexpr):
+    """Slot of finite x: pos is as in layout.py, and zero lies just below the first bin of its sign."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & ABS_BITS
+    pos = tl.minimum(tl.maximum((magnitude >> SHIFT) - OFFSET, 0), P - 1)
+    return tl.where(magnitude == 0, 0, pos + 1) + tl.where(bits < 0, P + 1, 0)
+
+
 @triton.constexpr_function
-def is_below(bits, P, SHIFT, OFFSET):
-    """No float32 with fewer than ``bits`` reaches the last bin of its sign."""
-    return (bits >> SHIFT) - OFFSET < P
+def slot_asm(P, SHIFT, OFFSET):
+    """slot_of in PTX for |x| < 0.5, and the count. $1 bits of x, $2 row x its bytes + the end of row 0.
+
+    9 instructions, of which half avoid the integer unit; what LLVM makes of the formula above takes 14.
+    """
+    half_bin = (0x3F000000 >> SHIFT) - OFFSET
+    top = f"min.s32 p, p, {OFFSET + P - 1};" if half_bin >= P else ""
+    return (
+        "{ .reg .b32 m, p, z, s, a; and.b32 m, $1, 0x7fffffff; "
+        f"shr.u32 p, m, {SHIFT}; {top} min.s32 z, m, 1; add.s32 z, z, {OFFSET - 1}; max.s32 p, p, z; "
+        f"mad.lo.s32 a, p, -4, $2; shr.u32 s, $1, 31; mad.lo.s32 a, s, {-4 * (P + 1)}, a; "
+        f"red.shared.add.u32 [a+{4 * (OFFSET - 1)}], 1; mov.u32 $0, 0; }}"
+    )
 
 
 @triton.jit
-def slot_of(x, below: tl.constexpr, P: tl.constexpr, SHIFT: tl.constexpr, OFFSET: tl.constexpr):
-    """Histogram slot of finite x: its bin (layout.py), or the slot of zeros. ``below``: no x reaches the last bin."""
-    bits = x.to(tl.int32, bitcast=True)
-    magnitude = bits & ABS_BITS
-    pos = tl.maximum((magnitude >> SHIFT) - OFFSET, 0)
-    if not below:
-        pos = tl.minimum(pos, P - 1)
-    bin_ = (P + pos) ^ ((bits >> 31) & (2 * P - 1))
-    return tl.where(magnitude == 0, 2 * P + ZERO, bin_)
+def state_bin(slot, P: tl.constexpr):
+    """Bin of layout.py of a slot that is a bin."""
+    return tl.where(slot <= P, P - 1 + slot, 2 * P + 1 - slot)
+
+
+@triton.jit
+def slot_of_bin(bin_, P: tl.constexpr):
+    return tl.where(bin_ >= P, bin_ - P + 1, 2 * P + 1 - bin_)
 
 
 @triton.jit
