@@ -46,15 +46,23 @@ class Tolerance:
         value: relative error of a quantile of the log-ratio, beside every order statistic that one of the usual
             definitions of a quantile could return.
         rank: error of the rank instead, as a share of the tokens, where that is what is guaranteed.
+        tail: error of the rank instead, as a share of the tokens above it.
         moments: relative error of ESS and k3; 0.1 of it for the standard deviation.
     """
 
     value: float = 0.05
     rank: float = 0.0
+    tail: float = 0.0
     moments: float = 1e-2
 
+    def rank_error(self, q: float) -> float:
+        """Of the q-quantile, as a share of the tokens; 0 where the value is what is guaranteed."""
+        return self.rank or self.tail * (1.0 - q)
+
     def text(self) -> str:
-        return f"rank {self.rank:.2%}" if self.rank else f"quantiles {self.value:.2g}, moments {self.moments:.0e}"
+        if self.rank or self.tail:
+            return f"rank {self.rank:.2%}" if self.rank else f"rank {self.tail:.2%} of the tail"
+        return f"quantiles {self.value:.2g}, moments {self.moments:.0e}"
 
 
 @dataclass

@@ -59,10 +59,10 @@ def _quantile(name: str, index: int, value: float, answer: Exact, tolerance: Tol
     ordered = answer.sorted[kind][index]
     if len(ordered) == 0:
         return None if math.isnan(value) else (math.inf, f"{name} of an empty slice is {value:.6g}, must be NaN")
-    lowest, highest = order_statistics(ordered, LEVELS[name], tolerance.rank)
-    slack_low = tolerance.value * abs(lowest) if not tolerance.rank else 0.0
-    slack_high = tolerance.value * abs(highest) if not tolerance.rank else 0.0
-    if lowest - slack_low - ATOL <= value <= highest + slack_high + ATOL:
+    rank = tolerance.rank_error(LEVELS[name])
+    lowest, highest = order_statistics(ordered, LEVELS[name], rank)
+    relative = 0.0 if rank else tolerance.value
+    if lowest - relative * abs(lowest) - ATOL <= value <= highest + relative * abs(highest) + ATOL:
         return None
     truth = answer.values[name][index]
     error = relative_error(value, truth)

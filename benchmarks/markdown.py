@@ -52,7 +52,7 @@ def headline(document: Document) -> str:
     gpu = document["device"] == "cuda"
     case = next(case for case in document["cases"] if case["axis"] == "statistics")
     full = tables.of_case(case, gpu)
-    kept = [index for index, name in enumerate(full.columns) if name not in ("p20 to p80", "host")]
+    kept = [index for index, name in enumerate(full.columns) if name != "p20 to p80"]
     small = Table(full.title, [full.columns[i] for i in kept], [[row[i] for i in kept] for row in full.rows], full.ours)
     parts = [f"{small.title[0].upper()}{small.title[1:]}:", table(small)]
     step = document.get("training_step", {})

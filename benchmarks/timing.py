@@ -138,6 +138,7 @@ def graph_calls(inputs: list[Inputs]) -> int:
 def _capture(runner: Runner, inputs: list[Inputs]) -> tuple[Any, int] | None:
     """A CUDA graph of several launches, each on the next inputs, and their number; None where it does not work."""
     calls = [inputs[index % len(inputs)] for index in range(graph_calls(inputs))]
+    torch.cuda.empty_cache()  # a graph's memory comes beside
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
