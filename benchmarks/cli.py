@@ -20,7 +20,7 @@ def bench(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     json: Annotated[Path | None, typer.Option(help="Write the result here; PNG and HTML go beside it.")] = None,
     readme: Annotated[
-        bool, typer.Option("--readme", help="Commit-ready: write benchmarks/results and render README and docs.")
+        bool, typer.Option("--readme", help="Write benchmarks/results and render README and docs from it.")
     ] = False,
     only: Annotated[str, typer.Option(help="Only cases whose name contains this.")] = "",
     time_limit: Annotated[float | None, typer.Option(help="Seconds; what does not fit is listed as skipped.")] = None,
@@ -60,13 +60,11 @@ def bench(
         document["machine"]["commit"] = commit
     document = suite.rounded(document)
     terminal.print_document(console, document)
-    paths = [] if json is None else [json]
+    if json is not None:
+        _write(document, json)
+        console.print(f"wrote {json}, .png and .html beside it", markup=False, highlight=False)
     if readme:
-        paths.append(markdown.RESULTS / ("gpu.json" if device == "cuda" else "cpu.json"))
-    for path in paths:
-        _write(document, path)
-        console.print(f"wrote {path}, .png and .html beside it", markup=False, highlight=False)
-    if readme:
+        _write(document, markdown.RESULTS / ("gpu.json" if device == "cuda" else "cpu.json"), html=False)
         for path in markdown.render():
             console.print(f"rendered {path}", markup=False, highlight=False)
 
@@ -89,9 +87,11 @@ def compare(
 
 @app.command()
 def render() -> None:
-    """Render the committed results into README.md and docs/benchmarks.md, between their markers."""
-    from benchmarks import markdown
+    """Render the committed results into README.md and docs/benchmarks.md, between their markers; draw their plots."""
+    from benchmarks import figures, markdown, suite
 
+    for result in markdown.RESULTS.glob("*.json"):
+        figures.draw(suite.load(result), result.with_suffix(".png"))
     for path in markdown.render():
         typer.echo(f"rendered {path}")
 
@@ -108,13 +108,14 @@ def show(result: Annotated[Path, typer.Argument(help="JSON of a run.")]) -> None
     _write(document, result)
 
 
-def _write(document: dict[str, Any], path: Path) -> None:
+def _write(document: dict[str, Any], path: Path, html: bool = True) -> None:
     from benchmarks import figures, page, suite
 
     suite.save(document, path)
     plot = path.with_suffix(".png")
     figures.draw(document, plot)
-    page.write(document, path.with_suffix(".html"), plot)
+    if html:
+        page.write(document, path.with_suffix(".html"), plot)
 
 
 __all__ = ["app"]

@@ -83,6 +83,7 @@ def _accuracy(panel: Any, document: Document) -> None:
             textcoords="offset points",
         )  # fmt: skip
     panel.set(xscale="log", yscale="log", xlabel="ms", ylabel="relative error (1e-5: exact)")
+    panel.set_ylim(top=3.0)  # room for names
     panel.set_title(f"error of p99.9 and p99.99 against time ({case['name']})", loc="left")
     panel.grid(alpha=0.3)
 

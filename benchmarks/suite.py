@@ -112,7 +112,14 @@ def _guarded(extra: Callable[[], Document]) -> Document:
 
 def save(document: Document, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(rounded(document), indent=1) + "\n")
+    lines = []
+    for name, value in rounded(document).items():
+        if name == "cases":  # a line each, so that a changed case is a changed line
+            text = "[\n" + ",\n".join("  " + json.dumps(case) for case in value) + "\n ]"
+        else:
+            text = json.dumps(value)
+        lines.append(f" {json.dumps(name)}: {text}")
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def load(path: Path) -> Document:
