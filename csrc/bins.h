@@ -1,5 +1,6 @@
 // The only bin formula in C++ (layout.py states it), for one token and for a vector of tokens.
 #pragma once
+#include "simd.h"
 
 namespace pyrlstats {
 namespace {
@@ -23,10 +24,11 @@ struct Bins {
   }
 };
 
-// The same on upper halves of floats, 16 bits a token. The counters are indexed by (upper half >> shift) itself:
-// one shift where x is inside the window, a clamp where it is not. Bin pos of a positive x is counter
-// offset + pos, that of a negative one lies `negative` further on, and exact zeros take turns on counters of
-// their own, where NaN would be: on one counter they would stall (7 cycles a token).
+// The same on upper halves of floats, 16 bits a token. The counters are indexed by (upper half >>
+// shift) itself: one shift where x is inside the window, a clamp where it is not. Bin pos of a
+// positive x is counter offset + pos, that of a negative one lies `negative` further on, and exact
+// zeros take turns on counters of their own, where NaN would be: on one counter they would stall (7
+// cycles a token).
 struct NarrowBins {
   int shift, negative, zeros, zero_count;
   H first, last;  // upper halves of the least and the greatest |x| inside the window

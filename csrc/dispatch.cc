@@ -5,9 +5,9 @@
 
 namespace pyrlstats {
 
-#define DECLARE(isa)               \
-  namespace isa {                  \
-  extern const Kernels kKernels;   \
+#define DECLARE(isa)             \
+  namespace isa {                \
+  extern const Kernels kKernels; \
   }
 #ifdef HAVE_ISA_AVX512
 DECLARE(avx512)

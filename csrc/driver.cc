@@ -1,5 +1,5 @@
-// Runs the engine without Python, for tests under an emulator: argv = instruction set, threads; stdin = a batch
-// as tests/test_cpp.py writes it; stdout = the state.
+// Runs the engine without Python, for tests under an emulator: argv = instruction set, threads;
+// stdin = a batch as tests/test_cpp.py writes it; stdout = the state.
 #include <cstdio>
 #include <cstdlib>
 #include <vector>
@@ -24,7 +24,8 @@ int main(int argc, char** argv) {
   const std::vector<double> clip = read<double>(2);
   Plan plan{};
   const int64_t steps[] = {kItemSize[head[4]], kItemSize[head[5]], kItemSize[head[6]]};
-  const std::vector<char> logp = read<char>(count * steps[0]), old_logp = read<char>(count * steps[1]);
+  const std::vector<char> logp = read<char>(count * steps[0]),
+                          old_logp = read<char>(count * steps[1]);
   const std::vector<char> members = read<char>(count * steps[2] * (by_id ? 1 : slices));
   std::vector<int64_t> state = read<int64_t>(words);
   plan.logp = {logp.data(), (int)head[4], 1, &count, &steps[0]};

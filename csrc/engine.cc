@@ -5,8 +5,8 @@
 #include <cmath>
 #include <condition_variable>
 #include <cstring>
-#include <mutex>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "float_mode.h"
@@ -18,13 +18,17 @@ namespace {
 
 using layout::kLog2E;
 
-// A pure function of the number of tokens, so that sums do not depend on threads. Small enough that two
-// threads have something to share at 256K tokens; large enough that a chunk's combination costs nothing.
+// A pure function of the number of tokens, so that sums do not depend on threads. Small enough that
+// two threads have something to share at 256K tokens; large enough that a chunk's combination costs
+// nothing.
 int64_t chunk_tokens(int64_t count) { return count < (1 << 20) ? 16 * 1024 : 64 * 1024; }
 
-constexpr int64_t kTokensPerThread = 128 * 1024;  // below, waking a thread costs more than it brings
+constexpr int64_t kTokensPerThread =
+    128 * 1024;  // below, waking a thread costs more than it brings
 
-double scale_exponent(double max_x) { return std::floor(std::isfinite(max_x) ? max_x * kLog2E : 0.0); }
+double scale_exponent(double max_x) {
+  return std::floor(std::isfinite(max_x) ? max_x * kLog2E : 0.0);
+}
 
 // v * 2^exponent for an integer exponent of any size.
 double scaled(double v, double exponent) {
@@ -83,8 +87,8 @@ struct Total {
   }
 };
 
-// Takes the moments of chunks as they are ready and adds them up in the order of the tokens. Holds a bounded
-// number of chunks: a thread that is far ahead waits.
+// Takes the moments of chunks as they are ready and adds them up in the order of the tokens. Holds
+// a bounded number of chunks: a thread that is far ahead waits.
 class Combiner {
  public:
   Combiner(int64_t slices, int slots)
@@ -129,12 +133,15 @@ void accumulate_pass(const Isa& isa, const Plan& plan, int64_t count, int thread
                      int64_t* histogram, double* sums, double* maxima) {
   const int64_t tokens = chunk_tokens(count);
   const int64_t chunks = (count + tokens - 1) / tokens;
-  threads = (int)std::min<int64_t>({threads, chunks, std::max<int64_t>(count / kTokensPerThread, 1)});
+  threads =
+      (int)std::min<int64_t>({threads, chunks, std::max<int64_t>(count / kTokensPerThread, 1)});
   Combiner combiner(plan.slices, threads > 1 ? 4 * threads : 1);
   std::atomic<int64_t> next{0};
   std::mutex finishing;
-  std::vector<std::unique_ptr<const WorkspaceLease>> workspaces;  // here, where running out of memory may throw
-  for (int t = 0; t < threads; ++t) workspaces.push_back(std::make_unique<WorkspaceLease>(isa, plan));
+  std::vector<std::unique_ptr<const WorkspaceLease>>
+      workspaces;  // here, where running out of memory may throw
+  for (int t = 0; t < threads; ++t)
+    workspaces.push_back(std::make_unique<WorkspaceLease>(isa, plan));
   run_on_threads(threads, [&](int thread) {
     const FloatMode ieee;
     int64_t chunk = next.fetch_add(1);

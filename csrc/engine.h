@@ -5,7 +5,8 @@
 
 namespace pyrlstats {
 
-// Adds tokens [0, count) to the state at `state` (state.py has its layout: counts, histogram, sums, maxima).
+// Adds tokens [0, count) to the state at `state` (state.py has its layout: counts, histogram, sums,
+// maxima).
 void accumulate(const Isa& isa, const Plan& plan, int64_t count, int threads, int64_t* state);
 
 }  // namespace pyrlstats

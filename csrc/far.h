@@ -1,5 +1,6 @@
 // Far tokens, |x| >= 0.5: weights exp(x) scaled by 2^-k in float64, right for any finite x.
 #pragma once
+#include "sets.h"
 
 namespace pyrlstats {
 namespace {
@@ -45,7 +46,8 @@ inline float greatest(const float* x, int count) {
   return v;
 }
 
-// Far tokens of any size, in float64, two halves of a vector at a time; x has room up to a full vector.
+// Far tokens of any size, in float64, two halves of a vector at a time; x has room up to a full
+// vector.
 __attribute__((noinline)) void far_exact(Set& set, float* x, int count) {
   const int padded = (count + kLanes - 1) / kLanes * kLanes;
   for (int i = count; i < padded; ++i) x[i] = x[0];

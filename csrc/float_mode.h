@@ -1,4 +1,5 @@
-// IEEE arithmetic with subnormals while in scope, whatever the thread was set to (torch.set_flush_denormal).
+// IEEE arithmetic with subnormals while in scope, whatever the thread was set to
+// (torch.set_flush_denormal).
 #pragma once
 #include <cstdint>
 #if defined(__SSE2__)

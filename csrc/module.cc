@@ -59,7 +59,8 @@ class Operands {
     const auto tuple = py::reinterpret_borrow<py::tuple>(value);
     const auto address = (uintptr_t)PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(tuple.ptr(), 0));
     if (PyErr_Occurred()) throw py::error_already_set();
-    Operand op{(const char*)address, (int)to_int(PyTuple_GET_ITEM(tuple.ptr(), 1)), 0, nullptr, nullptr};
+    Operand op{(const char*)address, (int)to_int(PyTuple_GET_ITEM(tuple.ptr(), 1)), 0, nullptr,
+               nullptr};
     if (op.dtype < 0 || op.dtype >= kDtypes) throw std::invalid_argument("unknown dtype code");
     std::vector<int64_t> strides;
     const int64_t size = kItemSize[op.dtype];
@@ -70,7 +71,8 @@ class Operands {
       for (size_t d = shape_.size(); d-- > 0; stride *= shape_[d]) strides[d] = stride;
     } else {
       strides = to_ints(given);
-      if (strides.size() != shape_.size()) throw std::invalid_argument("strides must have shape's length");
+      if (strides.size() != shape_.size())
+        throw std::invalid_argument("strides must have shape's length");
       if (!byte_strides_) {
         for (int64_t& stride : strides) stride *= size;
       }
@@ -127,7 +129,8 @@ void accumulate_py(uintptr_t state, int64_t slices, const py::tuple& layout, con
   Operand ids, base;
   if (!slice_ids.is_none()) {
     ids = operands.make(slice_ids);
-    if (ids.dtype <= kFloat64) throw std::invalid_argument("slice_ids must have an integer dtype code");
+    if (ids.dtype <= kFloat64)
+      throw std::invalid_argument("slice_ids must have an integer dtype code");
     plan.ids = &ids;
   }
   if (!base_mask.is_none()) {
@@ -168,15 +171,17 @@ py::dict build_config() {
 PYBIND11_MODULE(_core, m, py::mod_gil_not_used()) {
   m.doc() = "The compiled CPU engine of pyrlstats.";
   m.def("accumulate", &accumulate_py, kAccumulateDoc, py::arg("state"), py::arg("slices"),
-        py::arg("layout"), py::arg("clip"), py::arg("shape"), py::arg("byte_strides"), py::arg("logp"),
-        py::arg("old_logp"), py::arg("masks"), py::arg("slice_ids"), py::arg("base_mask"),
-        py::arg("num_threads"), py::arg("isa") = "");
+        py::arg("layout"), py::arg("clip"), py::arg("shape"), py::arg("byte_strides"),
+        py::arg("logp"), py::arg("old_logp"), py::arg("masks"), py::arg("slice_ids"),
+        py::arg("base_mask"), py::arg("num_threads"), py::arg("isa") = "");
   m.def("build_config", &build_config,
-        "Version, compiler, flags, instruction sets built (name -> flags) and usable here, best first.");
+        "Version, compiler, flags, instruction sets built (name -> flags) and usable here, best "
+        "first.");
   m.attr("STATE_VERSION") = layout::kStateVersion;
   py::dict codes;
-  const char* names[kDtypes] = {"float32", "bfloat16", "float16", "float64", "bool",   "int8",  "uint8",
-                                "int16",   "uint16",   "int32",   "uint32",  "int64", "uint64"};
+  const char* names[kDtypes] = {"float32", "bfloat16", "float16", "float64", "bool",
+                                "int8",    "uint8",    "int16",   "uint16",  "int32",
+                                "uint32",  "int64",    "uint64"};
   for (int i = 0; i < kDtypes; ++i) codes[names[i]] = i;
   m.attr("DTYPES") = codes;
 }

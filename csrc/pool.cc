@@ -64,7 +64,8 @@ std::atomic<Pool*> pool{nullptr};
 Pool& shared_pool() {
   static std::mutex making;
   if (Pool* made = pool.load()) return *made;
-  // The child of a fork has none of the threads, and perhaps a locked mutex: it forgets the parent's pool.
+  // The child of a fork has none of the threads, and perhaps a locked mutex: it forgets the
+  // parent's pool.
   static const int registered = pthread_atfork(nullptr, nullptr, [] {
     pool.store(nullptr);
     new (&making) std::mutex;

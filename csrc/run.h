@@ -1,17 +1,20 @@
-// Groups of 64 tokens of one set: the histogram, and every sum over near tokens; far ones are put aside.
+// Groups of 64 tokens of one set: the histogram, and every sum over near tokens; far ones are put
+// aside.
 #pragma once
+#include "far.h"
 
 namespace pyrlstats {
 namespace {
 
-// exp(x) - 1 - x - x^2/2 = x^3 p(x), |x| < 0.5; p within 3e-7. Kept apart from x^2/2, which is summed in float64.
-inline F k3_beyond_square(F x, F x2) {
+// exp(x) - 1 - x - x^2/2 = x^3 p(x), |x| < 0.5; p within 3e-7. Kept apart from x^2/2, which is
+// exact in float64.
+inline F k3_beyond_square(F x) {
   F p = splat(0.00019884294306393713f);
   p = fma(p, x, splat(0.0013966514961794019f));
   p = fma(p, x, splat(0.008333387784659863f));
   p = fma(p, x, splat(0.0416661836206913f));
   p = fma(p, x, splat(0.1666666567325592f));
-  return p * (x2 * x);
+  return p * (x * x * x);
 }
 
 // The group's tokens in the slices' own histograms, where 16 bits do not hold a bin.
@@ -26,9 +29,8 @@ __attribute__((noinline)) void count_wide(Workspace& work, const Group& group, c
     } else {
       const int64_t bin = work.bins.of(bits);
       work.dirty = true;
-      each_slice(work, set, [&](int64_t slice) {
-        ++work.slice_histogram[slice * work.bins.count() + bin];
-      });
+      each_slice(work, set,
+                 [&](int64_t slice) { ++work.slice_histogram[slice * work.bins.count() + bin]; });
     }
   }
 }
@@ -44,11 +46,12 @@ inline float highest(const Set& set) {
   return v;
 }
 
-// From which upper half of |x| a group may hold a new minimum or maximum, or be restless: groups below both
-// extrema's |x| have none. Zeros alone have none once 0 is inside.
+// From which upper half of |x| a group may hold a new minimum or maximum, or be restless: groups
+// below both extrema's |x| have none. Zeros alone have none once 0 is inside.
 inline void set_watch(const Workspace& work, Set& set) {
   const float low = -lowest(set), high = highest(set), record = low < high ? low : high;
-  const uint16_t top = record < 0 ? 0 : upper_half(record) > 0 ? upper_half(record) : 1;
+  const uint16_t half = upper_half(record) & 0x7fff;  // of a zero of either sign: 0
+  const uint16_t top = record < 0 ? 0 : half > 0 ? half : 1;
   set.watch = top < work.restless ? top : work.restless;
 }
 
@@ -81,7 +84,8 @@ struct Heights {
 // Clip counts of a group; far tokens go to their buffer and become zeros in `near`.
 inline void part_far(const Plan& plan, const Group& group, Set& set, float* near) {
   const F low = splat(plan.clip_low), high = splat(plan.clip_high), limit = splat(kNearLimit);
-  int below = 0, above = 0, waiting = set.far_waiting;  // in registers: stores of vectors may alias the set
+  int below = 0, above = 0,
+      waiting = set.far_waiting;  // in registers: stores of vectors may alias the set
 #pragma GCC unroll 16
   for (int i = 0; i < kGroup / kLanes; ++i) {
     const F v = group.x[i];
@@ -97,12 +101,12 @@ inline void part_far(const Plan& plan, const Group& group, Set& set, float* near
   if (waiting >= kBuffer) drain_far(set);
 }
 
-// A closer look at up to kPrepared groups with large, tiny or record values: indices clamped, extrema updated,
-// far tokens put aside. What is left for `add_groups` goes to work.prepared. Stops before a group with an odd
-// token; returns the number of groups taken.
+// A closer look at up to kPrepared groups with large, tiny or record values: indices clamped,
+// extrema updated, far tokens put aside. What is left for `add_groups` goes to work.prepared. Stops
+// before a group with an odd token; returns the number of groups taken.
 template <bool kNarrow, typename Source>
-__attribute__((noinline)) int prepare(const Plan& plan, Workspace& work, const Source& source, int begin,
-                                      int groups, Set& set) {
+__attribute__((noinline)) int prepare(const Plan& plan, Workspace& work, const Source& source,
+                                      int begin, int groups, Set& set) {
   const H restless = splat(work.restless), not_finite = splat(uint16_t(layout::kInfBits >> 16));
   Prepared& prepared = work.prepared;
   F least = load(set.min_x), most = load(set.max_x);
@@ -146,12 +150,12 @@ __attribute__((noinline)) int prepare(const Plan& plan, Workspace& work, const S
   return taken;
 }
 
-// Groups into the sums over near tokens and the histogram. Unless they are prepared, it stops before a group
-// that needs a closer look and returns the number done. No call inside: accumulators stay in registers (spilled
-// ones cost 0.25 cycles a token).
+// Groups into the sums over near tokens and the histogram. Unless they are prepared, it stops
+// before a group that needs a closer look and returns the number done. No call inside: accumulators
+// stay in registers (spilled ones cost 0.25 cycles a token).
 template <bool kNarrow, bool kIsPrepared, typename Source>
-__attribute__((noinline)) int add_groups(Workspace& work, const Source& source, int begin, int groups,
-                                         Set& set) {
+__attribute__((noinline)) int add_groups(Workspace& work, const Source& source, int begin,
+                                         int groups, Set& set) {
   Pending& pending = work.pending;
   uint16_t* histogram = pending.histogram;
   const uint16_t* index = pending.index[0];
@@ -159,6 +163,7 @@ __attribute__((noinline)) int add_groups(Workspace& work, const Source& source, 
   const int shift = work.narrow.shift;
   const H watch = splat(set.watch), small = splat(work.small);
   const H zero_counters = work.narrow.zero;
+  const D half = splat(0.5), two = splat(2.0);
   int64_t zero_tokens = 0;
   D near_x = load(set.near_x), near_x2 = load(set.near_x2), abs_x = load(set.abs_x);
   D near_c = load(set.near_c), near_excess = load(set.near_excess);
@@ -172,7 +177,8 @@ __attribute__((noinline)) int add_groups(Workspace& work, const Source& source, 
         const H top = top_halves(group.x[i], group.x[i + 1]);
         const H a = top & splat(uint16_t(0x7fff));
         heights.add(a);
-        if (kNarrow) store(next + i * kLanes, select(is_zero(a), zero_counters, shift_right(top, shift)));
+        if (kNarrow)
+          store(next + i * kLanes, select(is_zero(a), zero_counters, shift_right(top, shift)));
       }
       if (any_at_least(heights.largest, watch) || any_at_least(small, heights.smallest)) break;
       if (any(heights.zeros)) {
@@ -183,24 +189,25 @@ __attribute__((noinline)) int add_groups(Workspace& work, const Source& source, 
         }
       }
     }
-    F c_group = splat(0.0f), excess_group = splat(0.0f);
 #pragma GCC unroll 16
     for (int i = 0; i < kGroup / kLanes; ++i) {
       const F v = group.x[i];
-      const F v2 = v * v;
-      const F c = k3_beyond_square(v, v2);
-      const F k3 = fma(splat(0.5f), v2, c);
-      c_group = c_group + c;
-      excess_group = fma(k3, v + v + k3, excess_group);
-      const D low = low_half(v), high = high_half(v);
-      near_x = near_x + (low + high);
-      abs_x = abs_x + (abs(low) + abs(high));
-      near_x2 = fma(high, high, fma(low, low, near_x2));
+      const F beyond = k3_beyond_square(v);
+      const D x_low = low_half(v), x_high = high_half(v);
+      const D c_low = low_half(beyond), c_high = high_half(beyond);
+      const D square_low = x_low * x_low, square_high = x_high * x_high;
+      const D k3_low = fma(half, square_low, c_low), k3_high = fma(half, square_high, c_high);
+      near_x = near_x + (x_low + x_high);
+      abs_x = abs_x + (abs(x_low) + abs(x_high));
+      near_x2 = near_x2 + (square_low + square_high);
+      near_c = near_c + (c_low + c_high);
+      // (w - 1)^2 - x^2 of just the k3 that is summed: what float32 lost cancels in the variance of
+      // w
+      near_excess = fma(k3_low, fma(two, x_low, k3_low), near_excess);
+      near_excess = fma(k3_high, fma(two, x_high, k3_high), near_excess);
       // scalar increments of the group before hide behind vector arithmetic
       if (kNarrow) drain<kLanes>(index + i * kLanes, histogram);
     }
-    near_c = near_c + (low_half(c_group) + high_half(c_group));
-    near_excess = near_excess + (low_half(excess_group) + high_half(excess_group));
     histogram = set.histogram;
     if (kIsPrepared) {
       index = work.prepared.index + kGroup * done;
@@ -217,16 +224,18 @@ __attribute__((noinline)) int add_groups(Workspace& work, const Source& source, 
   store(set.near_excess, near_excess);
   set.zeros += zero_tokens;
   if (kNarrow && done > 0) {
-    if (index != pending.index[0]) __builtin_memcpy(pending.index[0], index, sizeof pending.index[0]);
+    if (index != pending.index[0])
+      __builtin_memcpy(pending.index[0], index, sizeof pending.index[0]);
     pending.histogram = histogram;
   }
   return done;
 }
 
-// Up to `groups` groups of `source` from group `begin` into the set. Stops before a group with an odd token and
-// returns the number done.
+// Up to `groups` groups of `source` from group `begin` into the set. Stops before a group with an
+// odd token and returns the number done.
 template <bool kNarrow, typename Source>
-int run_groups(const Plan& plan, Workspace& work, const Source& source, int begin, int groups, Set& set) {
+int run_groups(const Plan& plan, Workspace& work, const Source& source, int begin, int groups,
+               Set& set) {
   int done = 0;
   while (done < groups) {
     done += add_groups<kNarrow, false>(work, source, begin + done, groups - done, set);
@@ -241,7 +250,8 @@ int run_groups(const Plan& plan, Workspace& work, const Source& source, int begi
 }
 
 template <typename Source>
-inline int run(const Plan& plan, Workspace& work, const Source& source, int begin, int groups, Set& set) {
+inline int run(const Plan& plan, Workspace& work, const Source& source, int begin, int groups,
+               Set& set) {
   if (!work.bins.narrow()) return run_groups<false>(plan, work, source, begin, groups, set);
   if (set.load + kGroup * groups > kMaxLoad) flush(work, set);
   return run_groups<true>(plan, work, source, begin, groups, set);

@@ -1,17 +1,21 @@
-// A set is a group of slices that tokens share: everything is accumulated per set, and a slice is the sum of
-// the sets that contain it. The workspace holds the sets of one thread.
+// A set is a group of slices that tokens share: everything is accumulated per set, and a slice is
+// the sum of the sets that contain it. The workspace holds the sets of one thread.
 #pragma once
+#include "bins.h"
+#include "stage.h"
 
 namespace pyrlstats {
 namespace {
 
 constexpr int kHalf = kLanes / 2;  // float64 lanes of a vector
 constexpr int kBuffer = 512;       // tokens collected before they are worked on together
-constexpr int kJointSets = 16;     // sets of more than one slice in a chunk; beyond, slice by slice (L2 footprint)
-// Tokens take turns on so many counters of a bin: one counter hit again and again costs 7.2 cycles a token, four
-// side by side take 2.1.
+constexpr int kJointSets =
+    16;  // sets of more than one slice in a chunk; beyond, slice by slice (L2 footprint)
+// Tokens take turns on so many counters of a bin: one counter hit again and again costs 7.2 cycles
+// a token, four side by side take 2.1.
 constexpr int kTurns = 4;
-constexpr uint32_t kMaxLoad = kTurns * 65535;  // tokens that 16-bit counters hold: no turn gets more than its share
+constexpr uint32_t kMaxLoad =
+    kTurns * 65535;  // tokens that 16-bit counters hold: no turn gets more than its share
 
 // What a chunk adds to a set, in lanes; buffers of tokens waiting for their set.
 struct alignas(64) Set {
@@ -26,8 +30,8 @@ struct alignas(64) Set {
   uint32_t load;                    // tokens in the 16-bit histogram
   int64_t zeros;                    // of groups that are nothing else
   int waiting, far_waiting;
-  bool touched;  // in this chunk
-  bool seen;     // since the last flush_all
+  bool touched;         // in this chunk
+  bool seen;            // since the last flush_all
   uint16_t* histogram;  // [NarrowBins::counters()][kTurns]; none for wide bins
   alignas(64) float x[kBuffer + 64 + kLanes];
   alignas(64) float far[kBuffer + 64 + kLanes];
@@ -52,24 +56,26 @@ struct Workspace {
   Bins bins;
   NarrowBins narrow;
   bool by_id;
-  int slots;         // of sets
+  int slots;  // of sets
   Set* sets;
-  int32_t* order;    // sets in the order in which this chunk met them: sums never depend on the thread's past
+  int32_t* order;  // sets in the order in which this chunk met them: sums never depend on the
+                   // thread's past
   int touched, joint;
-  int used;          // keys in the table (masks)
+  int used;  // keys in the table (masks)
   uint64_t last_key;
   int last_set;
   uint8_t place[256];  // hash of a key -> its set, perhaps
-  uint64_t* words;   // [kBlock / 64][slices]: membership of a block
+  uint64_t* words;     // [kBlock / 64][slices]: membership of a block
   uint64_t base[kBlock / 64], keys[kBlock / 64];
-  uint8_t* mask_bytes;  // [slices][kBlock]: masks that are not bytes in memory
+  uint8_t* mask_bytes;       // [slices][kBlock]: masks that are not bytes in memory
   int64_t* slice_histogram;  // [slices][2P], the state's order
-  int64_t* target;           // what `flush` adds to: slice_histogram, or the state's own at the very end
-  bool dirty;                // slice_histogram is not all zeros
-  int64_t* slice_zeros;      // [slices]
+  int64_t* target;  // what `flush` adds to: slice_histogram, or the state's own at the very end
+  bool dirty;       // slice_histogram is not all zeros
+  int64_t* slice_zeros;  // [slices]
   uint16_t* trash;
   uint16_t restless;  // upper half of the least |x| that is far, clipped or beyond the bins
-  uint16_t tiny, small;  // greatest upper half of |x|, less one, that may be tiny; or that, or below the bins
+  uint16_t tiny,
+      small;  // greatest upper half of |x|, less one, that may be tiny; or that, or below the bins
   Pending pending;
   Prepared prepared;
   Stage stage;
@@ -90,7 +96,8 @@ struct Sizes {
     slice_zeros = mask_bytes + page((plan.masks ? kBlock * plan.slices : 0) + kBlock);
     slice_histogram = slice_zeros + page(sizeof(int64_t) * plan.slices);
     histograms = slice_histogram + page(sizeof(int64_t) * bins.count() * plan.slices);
-    histogram = bins.narrow() ? page(sizeof(uint16_t) * kTurns * NarrowBins(bins).counters()) : 4096;
+    histogram =
+        bins.narrow() ? page(sizeof(uint16_t) * kTurns * NarrowBins(bins).counters()) : 4096;
     total = histograms + histogram * (slots + 1);
   }
 };
@@ -166,7 +173,8 @@ inline void flush_range(Workspace& work, Set& set, int from, int count, int64_t 
     if (!some) continue;
     __builtin_memset(p, 0, sizeof(uint64_t) * n);
     for (int j = 0; j < n; ++j) {
-      const uint64_t pairs = (turns[j] & 0x0000ffff0000ffff) + (turns[j] >> 16 & 0x0000ffff0000ffff);
+      const uint64_t pairs =
+          (turns[j] & 0x0000ffff0000ffff) + (turns[j] >> 16 & 0x0000ffff0000ffff);
       turns[j] = (pairs & 0xffffffff) + (pairs >> 32);
     }
     each_slice(work, set, [&](int64_t slice) {
@@ -207,12 +215,14 @@ void flush_all(Workspace& work) {
   work.last_set = -1;
 }
 
-// First meeting of a set in this chunk. Extrema stay: found anew they would cost 0.1 cycles a token.
+// First meeting of a set in this chunk. Extrema stay: found anew they would cost 0.1 cycles a
+// token.
 void touch(Workspace& work, int index) {
   Set& set = work.sets[index];
   const D none = splat(0.0);
-  double* const sums[] = {set.near_x, set.near_x2, set.near_c, set.near_excess, set.abs_x,
-                          set.far_x,  set.far_x2,  set.far_abs, set.far_k3,      set.far_w, set.far_w2};
+  double* const sums[] = {set.near_x, set.near_x2, set.near_c, set.near_excess,
+                          set.abs_x,  set.far_x,   set.far_x2, set.far_abs,
+                          set.far_k3, set.far_w,   set.far_w2};
   for (double* sum : sums) store(sum, none);
   if (!set.seen) {
     store(set.min_x, splat(__builtin_inff()));

@@ -36,7 +36,8 @@ inline uint32_t mask_bits(M m) { return m; }
 inline M odd(F x) {
   const __m512i a = _mm512_castps_si512(abs(x));
   const __m512i from = _mm512_sub_epi32(a, _mm512_set1_epi32((int)kTiny));
-  return _mm512_cmpge_epu32_mask(from, _mm512_set1_epi32((int)(layout::kInfBits - kTiny))) & _mm512_test_epi32_mask(a, a);
+  return _mm512_cmpge_epu32_mask(from, _mm512_set1_epi32((int)(layout::kInfBits - kTiny))) &
+         _mm512_test_epi32_mask(a, a);
 }
 
 inline M subnormal(F x) { return _mm512_fpclass_ps_mask(x, 0x20); }
@@ -74,7 +75,8 @@ inline H splat(uint16_t v) { return _mm512_set1_epi16((short)v); }
 // The upper halves of the lanes of both, in an order of its own
 inline H top_halves(F a, F b) {
   const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(a), 16);
-  return _mm512_ternarylogic_epi32(_mm512_set1_epi32((int)0xffff0000), _mm512_castps_si512(b), low, 0xCA);
+  return _mm512_ternarylogic_epi32(_mm512_set1_epi32((int)0xffff0000), _mm512_castps_si512(b), low,
+                                   0xCA);
 }
 inline H sub(H a, H b) { return _mm512_sub_epi16(a, b); }
 inline H min(H a, H b) { return _mm512_min_epu16(a, b); }
@@ -111,7 +113,9 @@ inline void load_bf16_pair(const uint16_t* p, F& a, F& b) {
   a = _mm512_castsi512_ps(_mm512_slli_epi32(v, 16));
   b = _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32((int)0xffff0000)));
 }
-inline F load_f16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+inline F load_f16(const uint16_t* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+}
 
 }  // namespace
 }  // namespace pyrlstats

@@ -30,7 +30,9 @@ inline F power_from_magic(F t) {
 // --- lane masks
 inline M less(F a, F b) { return vcltq_f32(a, b); }
 inline M at_least(F a, F b) { return vcgeq_f32(a, b); }
-inline F zero_where(M m, F v) { return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(v), m)); }
+inline F zero_where(M m, F v) {
+  return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(v), m));
+}
 inline uint32_t mask_bits(M m) {
   const uint32_t bits[4] = {1, 2, 4, 8};
   return vaddvq_u32(vandq_u32(m, vld1q_u32(bits)));
@@ -94,7 +96,9 @@ inline H load(const uint16_t* p) { return vld1q_u16(p); }
 inline void store(uint16_t* p, H v) { vst1q_u16(p, v); }
 inline H splat(uint16_t v) { return vdupq_n_u16(v); }
 // The upper halves of the lanes of both
-inline H top_halves(F a, F b) { return vuzp2q_u16(vreinterpretq_u16_f32(a), vreinterpretq_u16_f32(b)); }
+inline H top_halves(F a, F b) {
+  return vuzp2q_u16(vreinterpretq_u16_f32(a), vreinterpretq_u16_f32(b));
+}
 inline H sub(H a, H b) { return vsubq_u16(a, b); }
 inline H min(H a, H b) { return vminq_u16(a, b); }
 inline H max(H a, H b) { return vmaxq_u16(a, b); }
@@ -123,7 +127,9 @@ inline uint64_t equal64(const int32_t* p, int32_t value) {
 }
 
 // --- widening loads
-inline F load_bf16(const uint16_t* p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
+inline F load_bf16(const uint16_t* p) {
+  return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16));
+}
 // 2 * kLanes of them in an order of its own, the same for every call: cheaper by half
 inline void load_bf16_pair(const uint16_t* p, F& a, F& b) {
   const uint32x4_t v = vreinterpretq_u32_u16(vld1q_u16(p));

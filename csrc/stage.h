@@ -1,5 +1,7 @@
-// Reading a block of tokens where it lies: runs of any strides become x (float32), bytes or slice ids in cache.
+// Reading a block of tokens where it lies: runs of any strides become x (float32), bytes or slice
+// ids in cache.
 #pragma once
+#include "simd.h"
 
 namespace pyrlstats {
 namespace {
@@ -37,7 +39,8 @@ inline const char* in_place(const Operand& op, int64_t begin, int64_t count) {
   return row_start(op, begin / op.shape[last]) + column * size;
 }
 
-// Elements [begin, begin + count) of `op` in flat order, contiguous: in place where they are, else in `buffer`.
+// Elements [begin, begin + count) of `op` in flat order, contiguous: in place where they are, else
+// in `buffer`.
 inline const char* read_block(const Operand& op, int64_t begin, int64_t count, char* buffer) {
   if (const char* const there = in_place(op, begin, count)) return there;
   const int size = kItemSize[op.dtype];
@@ -75,7 +78,8 @@ struct Float16 {
 inline F load_as_float(const BFloat16* p) { return load_bf16(&p->bits); }
 inline F load_as_float(const Float16* p) { return load_f16(&p->bits); }
 
-// f(p) in float32 of count elements, to `out`. The last vector is read from a copy: nothing past the end is touched.
+// f(p) in float32 of count elements, to `out`. The last vector is read from a copy: nothing past
+// the end is touched.
 template <typename T, typename Function>
 inline void map_floats(const T* a, const T* b, int64_t count, float* out, Function f) {
   int64_t i = 0;
@@ -147,8 +151,8 @@ void nonzero_bytes(const char* p, T relevant, int64_t count, uint8_t* to) {
   }
 }
 
-// A mask's tokens [begin, begin + count) as bytes, members non-zero, zeros up to a full group: in place, else in
-// `bytes`.
+// A mask's tokens [begin, begin + count) as bytes, members non-zero, zeros up to a full group: in
+// place, else in `bytes`.
 inline const uint8_t* mask_bytes(const Operand& mask, int64_t begin, int64_t count, Stage& stage,
                                  uint8_t* bytes) {
   const bool real = mask.dtype <= kFloat64;  // the sign of a float does not make it non-zero
@@ -175,7 +179,8 @@ void clamp_ids(const char* p, int64_t slices, int64_t count, int32_t* to) {
   }
 }
 
-inline void stage_ids(const Operand& ids, int64_t slices, int64_t begin, int64_t count, Stage& stage) {
+inline void stage_ids(const Operand& ids, int64_t slices, int64_t begin, int64_t count,
+                      Stage& stage) {
   const char* p = read_block(ids, begin, count, (char*)stage.raw_a);
   if (ids.dtype == kInt8) clamp_ids<int8_t>(p, slices, count, stage.ids);
   if (ids.dtype == kUInt8 || ids.dtype == kBool) clamp_ids<uint8_t>(p, slices, count, stage.ids);
@@ -205,7 +210,8 @@ inline void load_pair(const T* p, F& a, F& b) {
 }
 inline void load_pair(const BFloat16* p, F& a, F& b) { load_bf16_pair(&p->bits, a, b); }
 
-// Where groups come from: `ordered` in the order of the tokens, `group` in any. Staged: from memory.
+// Where groups come from: `ordered` in the order of the tokens, `group` in any. Staged: from
+// memory.
 struct Staged {
   const float* x;
   Group group(int g) const { return ordered(g); }
@@ -217,8 +223,8 @@ struct Staged {
   }
 };
 
-// Straight from contiguous inputs of one type: 0.3 cycles a token less than by way of the stage, and the next
-// lines are on their way while this group is worked on.
+// Straight from contiguous inputs of one type: 0.3 cycles a token less than by way of the stage,
+// and the next lines are on their way while this group is worked on.
 template <typename T>
 struct Direct {
   const T* a;
@@ -246,7 +252,8 @@ struct Direct {
     Group out;
 #pragma GCC unroll 16
     for (int i = 0; i < kGroup / kLanes; ++i) {
-      out.x[i] = load_as_float(a + kGroup * g + i * kLanes) - load_as_float(b + kGroup * g + i * kLanes);
+      out.x[i] =
+          load_as_float(a + kGroup * g + i * kLanes) - load_as_float(b + kGroup * g + i * kLanes);
     }
     return out;
   }

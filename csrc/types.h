@@ -1,5 +1,5 @@
-// The structs that cross files: no functions, only <cstddef> and <cstdint>, so that kernel objects stay
-// free of code that the linker could pick for everyone.
+// The structs that cross files: no functions, only <cstddef> and <cstdint>, so that kernel objects
+// stay free of code that the linker could pick for everyone.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -29,7 +29,8 @@ enum Dtype : int {
 // Bytes of one element.
 constexpr int kItemSize[kDtypes] = {4, 2, 2, 8, 1, 1, 1, 2, 2, 4, 4, 8, 8};
 
-// An array as the caller has it: no copy, any strides, dimensions that can be walked as one are one.
+// An array as the caller has it: no copy, any strides, dimensions that can be walked as one are
+// one.
 struct Operand {
   const char* data;
   int dtype;
@@ -46,9 +47,9 @@ constexpr int kMaxMasks = 64;  // masks of one pass: one bit each in a set's key
 // Everything a kernel needs to know about one call.
 struct Plan {
   Operand logp, old_logp;
-  const Operand* masks;     // [slices], or null
-  const Operand* ids;       // or null; with neither, every token is in the only slice
-  const Operand* base;      // or null
+  const Operand* masks;  // [slices], or null
+  const Operand* ids;    // or null; with neither, every token is in the only slice
+  const Operand* base;   // or null
   int64_t slices;
   int mantissa_bits, min_exp, max_exp;
   float clip_low, clip_high;  // bounds on x
@@ -62,14 +63,17 @@ struct Moments {
   double far_scale;
 };
 
-// One instruction set's functions. A workspace is memory of `workspace_bytes`, aligned to a page, all zero
-// before its first use and again after `finish`.
+// One instruction set's functions. A workspace is memory of `workspace_bytes`, aligned to a page,
+// all zero before its first use and again after `finish`.
 struct Kernels {
   size_t (*workspace_bytes)(const Plan&);
-  // Tokens [begin, begin + count) into moments[slices], which it overwrites, and into the workspace's histograms.
+  // Tokens [begin, begin + count) into moments[slices], which it overwrites, and into the
+  // workspace's histograms.
   void (*chunk)(const Plan&, void* workspace, int64_t begin, int64_t count, Moments* moments);
-  // Adds the workspace's histograms to histogram[slices][2P] and zeros to n_zero[slice * n_zero_stride]; clears them.
-  void (*finish)(const Plan&, void* workspace, int64_t* histogram, int64_t* n_zero, int64_t n_zero_stride);
+  // Adds the workspace's histograms to histogram[slices][2P] and zeros to n_zero[slice *
+  // n_zero_stride]; clears them.
+  void (*finish)(const Plan&, void* workspace, int64_t* histogram, int64_t* n_zero,
+                 int64_t n_zero_stride);
 };
 
 }  // namespace pyrlstats

@@ -1,4 +1,5 @@
-// Workspaces of threads, kept between calls: fresh memory would cost page faults (about 100 us a call).
+// Workspaces of threads, kept between calls: fresh memory would cost page faults (about 100 us a
+// call).
 #pragma once
 #include "dispatch.h"
 #include "types.h"

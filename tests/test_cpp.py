@@ -295,6 +295,17 @@ def test_layouts(isa: str, layout: Layout, rng: np.random.Generator, oracle: Any
         check(oracle, run(x, np.zeros_like(x), masks, isa=isa, layout=layout), x, masks)
 
 
+def test_wide_bins_with_many_tokens(isa: str, rng: np.random.Generator, oracle: Any) -> None:
+    x = rng.normal(size=300_000).astype(np.float32)
+    check(oracle, run(x, np.zeros_like(x), isa=isa, layout=Layout(8)), x, [np.ones(x.size, bool)])
+
+
+def test_extrema_beside_exact_zeros(isa: str, oracle: Any) -> None:
+    for sign in (1.0, -1.0):
+        x = np.repeat(np.array([1.25, 0.0, -0.0005, 0.0], np.float32) * np.float32(sign), [27, 37, 13, 51])
+        check(oracle, run(x, np.zeros_like(x), isa=isa), x, [np.ones(x.size, bool)])
+
+
 @pytest.mark.parametrize("clip", [(0.9, 5.0), (1e-6, 1e-6), (1e-50, 1e-50), (0.5, 0.01)])
 def test_clips(isa: str, clip: tuple[float, float], rng: np.random.Generator, oracle: Any) -> None:
     x = data("mixed", 5000, rng)
@@ -445,6 +456,7 @@ def _kernel_sources(build: Path, names: Sequence[str]) -> list[str]:
     return [f"-I{ROOT / 'csrc'}", f"-I{build}", "-std=gnu++17", "-O3", "-ffp-contract=off", "-fno-math-errno"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None or shutil.which("nm") is None, reason="needs g++ and nm")
 def test_kernel_objects_have_no_weak_symbols(tmp_path: Path) -> None:
     """A weak function compiled for AVX-512 could be picked by the linker for everyone."""
@@ -459,6 +471,7 @@ def test_kernel_objects_have_no_weak_symbols(tmp_path: Path) -> None:
         assert " V " not in symbols
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     shutil.which("aarch64-linux-gnu-g++") is None or shutil.which("qemu-aarch64") is None,
     reason="needs g++-aarch64-linux-gnu and qemu-user",
