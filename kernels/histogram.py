@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-
 from pyrlstats.kernels import tile
 
 SLICES = tl.constexpr(0)

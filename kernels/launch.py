@@ -18,7 +18,7 @@ from pyrlstats.kernels import far, histogram, slice_hist, tile
 from pyrlstats.layout import NEAR_LIMIT, Layout, clip_thresholds, float32_bits
 
 Tensor = torch.Tensor
-_MASKS = int(tile.MASKS.value)
+_MASKS, _IDS = int(tile.MASKS.value), int(tile.IDS.value)
 _SLICES, _PATTERNS, _SINGLE, _REGISTERS, _GLOBAL = (
     int(way.value)
     for way in (histogram.SLICES, histogram.PATTERNS, histogram.SINGLE, histogram.REGISTERS, histogram.GLOBAL)
@@ -27,7 +27,7 @@ _SLICES, _PATTERNS, _SINGLE, _REGISTERS, _GLOBAL = (
 INTERPRETED = not isinstance(slice_hist.slice_hist_kernel, triton.runtime.JITFunction)
 MAX_GROUP = 4  # overlapping slices a launch
 MAX_IDS = 8  # disjoint slices a launch
-MAX_PER_SM = 5  # programs
+MAX_PER_SM = 2  # programs
 TICKETS = 4096  # launches that can be captured before a capture needs a memset
 MAX_COLUMNS = 1 << 30  # 32-bit arithmetic inside a tile
 
@@ -76,6 +76,12 @@ def _scratch_for(device: torch.device) -> Scratch:
         if not capturing:
             _scratch[key] = found
     return found
+
+
+@lru_cache
+def _has_many_rows(device: torch.device) -> bool:
+    """Whether a program can have 128 KiB of shared memory: data-centre GPUs, not the others."""
+    return torch.cuda.get_device_capability(device) in ((8, 0), (9, 0), (10, 0), (10, 3))
 
 
 @lru_cache
@@ -172,7 +178,7 @@ def _collapsed(tensors: list[Tensor]) -> Iterator[tuple[int, Any, list[Tensor]]]
         dims = [(1, [columns * stride for stride in dims[0][1]]), dims[0]]
     else:
         columns = dims[1][0]
-    strides = [pair for pair in zip(dims[0][1], dims[1][1], strict=True)]
+    strides = list(zip(dims[0][1], dims[1][1], strict=True))
     n = dims[0][0] * dims[1][0]
     for index in itertools.product(*(range(size) for size, _ in outer)):
         views = []
@@ -199,7 +205,9 @@ def _launch(
     slices = len(state.names)
     low, high, tail_bits = _thresholds(state.clip)
     if config is None:
-        config = slice_hist.config(n, max(logp.element_size(), old_logp.element_size()), slices, portable)
+        config = slice_hist.config(n, slices, members[0].element_size() if mode == _IDS else 0, portable)
+    if config.many_rows and not _has_many_rows(logp.device):
+        config = config._replace(many_rows=False)
     way, group = _histogram_way(state.layout, mode, slices, config.many_rows, portable)
     aligned = (
         grid is None and n >= config.rows * config.v and not any(tensor.data_ptr() & 15 for tensor in tensors)
@@ -210,10 +218,7 @@ def _launch(
     programs = min(-(-tiles // run), most)
     for first in range(0, slices, group):
         g = min(group, slices - first)
-        if mode == _MASKS:
-            masks = members[first : first + g]
-        else:
-            masks = members[:1]
+        masks = members[first : first + g] if mode == _MASKS else members[:1]
         arguments = (
             logp, old_logp, *masks, *[logp] * (4 - len(masks)), base, state.buffer, scratch.rows, scratch.ticket,
             n, slices, first, run, low, high, tail_bits,

@@ -30,7 +30,8 @@ def _members_of_ids(ids, n_slices, first, base, G: tl.constexpr):
     beyond = ids >= n_slices
     local = tl.where(beyond | (ids < 0), -1, ids.to(tl.int32) - first)
     here = (local >= 0) & (local < G) & base
-    return tl.where(here, 1 << (local & 31), 0), tl.where(here, local + 1, 0), (beyond & base & (first == 0)).to(tl.int32)
+    outside = (beyond & base & (first == 0)).to(tl.int32)
+    return tl.where(here, 1 << (local & 31), 0), tl.where(here, local + 1, 0), outside
 
 
 @triton.jit
@@ -135,6 +136,24 @@ def _load(logp_ptr, old_ptr, mask_ptrs, base_ptr, start, n, n_slices, first, col
 
 
 @triton.jit
+def _read(logp_ptr, old_ptr, mask_ptrs, base_ptr, i, full_tiles, n, n_slices, first, columns, strides,
+          ROWS: tl.constexpr, V: tl.constexpr, G: tl.constexpr, MODE: tl.constexpr,
+          N_MASKS: tl.constexpr, HAS_BASE: tl.constexpr, FLAT: tl.constexpr, ALIGNED: tl.constexpr):  # fmt: skip
+    """Tile i, the fast way if it can be."""
+    start = tl.cast(i, tl.int64) * (ROWS * V)
+    if ALIGNED and i < full_tiles:
+        raw = _fetch(logp_ptr, old_ptr, mask_ptrs, base_ptr, start, ROWS, V, N_MASKS, HAS_BASE)
+        x, members, row, outside = _unpack(
+            raw, logp_ptr, old_ptr, mask_ptrs, base_ptr, n_slices, first,
+            ROWS, V, G, MODE, N_MASKS, HAS_BASE)  # fmt: skip
+    else:
+        x, members, row, outside = _load(
+            logp_ptr, old_ptr, mask_ptrs, base_ptr, start, n, n_slices, first, columns, strides,
+            ROWS, V, G, MODE, N_MASKS, HAS_BASE, FLAT)  # fmt: skip
+    return x, members, row, outside
+
+
+@triton.jit
 def _columns(x, ROWS: tl.constexpr, V: tl.constexpr):
     """[ROWS, V] -> V tensors [ROWS], in no particular order: no exchange, since a row belongs to one thread."""
     if V == 1:
@@ -235,8 +254,72 @@ def _add_near(near, x, members, ROWS: tl.constexpr, V: tl.constexpr, G: tl.const
     return near
 
 
+@triton.constexpr_function
+def two_runs(G):
+    """Whether _add_two_runs pays. 8 slices: 195 Gtok/s, not 129; 4 slices: 273, not 277 (H100, float32)."""
+    return G > 4
+
+
 @triton.jit
-def _near_tile(near, counters, extremes, limits, seen, x, members, row, outside, histogram_ptr, counts_ptr,
+def _near(x, members):
+    """x and members of near tokens, 0 for the others."""
+    is_near = (tl.abs(x) < tile.NEAR_LIMIT) & (members != 0)
+    return tl.where(is_near, x, 0.0), tl.where(is_near, members, 0), is_near
+
+
+@triton.jit
+def _add_two_runs(near, x, members, ROWS: tl.constexpr, V: tl.constexpr, G: tl.constexpr, PTX: tl.constexpr):
+    """_add_near for tokens in at most two sets of slices: masks come in runs, so V contiguous tokens rarely have more.
+
+    Sums for the two sets, spread over the slices once in V tokens. Returns too what of every row is left to do.
+    """
+    high = tl.max(members, axis=1)
+    low = tl.min(members, axis=1)
+    zero = tl.zeros((ROWS,), tl.float64)
+    sums = (zero, zero, zero, zero, zero, zero, zero, zero, zero, zero)
+    left = tl.zeros((ROWS,), tl.int32)
+    xs = _columns(x, ROWS, V)
+    member_sets = _columns(members, ROWS, V)
+    for j in tl.static_range(V):
+        x_j = xs[j]
+        members_j = member_sets[j]
+        if PTX:
+            x_j = _after(x_j, sums[9])
+            members_j = _after(members_j.to(tl.float32, bitcast=True), sums[9]).to(tl.int32, bitcast=True)
+        is_high = members_j == high
+        is_low = (members_j == low) & (is_high == 0)
+        wide, square, k3, excess = tile.near_terms(x_j)
+        size = tl.abs(wide)
+        a = tl.where(is_high, 1.0, 0.0).to(tl.float64)
+        b = tl.where(is_low, 1.0, 0.0).to(tl.float64)
+        left = left | tl.where(is_high | is_low, 0, x_j.to(tl.int32, bitcast=True))
+        sums = (
+            tl.fma(a, wide, sums[0]), tl.fma(a, square, sums[1]), tl.fma(a, k3, sums[2]),
+            tl.fma(a, excess, sums[3]), tl.fma(a, size, sums[4]),
+            tl.fma(b, wide, sums[5]), tl.fma(b, square, sums[6]), tl.fma(b, k3, sums[7]),
+            tl.fma(b, excess, sums[8]), tl.fma(b, size, sums[9]),
+        )  # fmt: skip
+    spread = ()
+    for s in tl.static_range(G):
+        a = tl.where((high & (1 << s)) != 0, 1.0, 0.0).to(tl.float64)
+        b = tl.where((low & (1 << s)) != 0, 1.0, 0.0).to(tl.float64)
+        for k in tl.static_range(5):
+            spread = spread + (tl.fma(b, sums[5 + k], tl.fma(a, sums[k], near[5 * s + k])),)
+    return spread, left
+
+
+@triton.jit
+def _add_other_runs(near, x, members, ROWS: tl.constexpr, V: tl.constexpr, G: tl.constexpr, PTX: tl.constexpr):
+    """What _add_two_runs left of a tile."""
+    x, members, _ = _near(x, members)
+    high = tl.max(members, axis=1)[:, None]
+    low = tl.min(members, axis=1)[:, None]
+    x = tl.where((members == high) | (members == low), 0.0, x)
+    return _add_near(near, x, members, ROWS, V, G, PTX)
+
+
+@triton.jit
+def _near_tile(near, counters, extremes, limits, seen, left, x, members, row, outside, histogram_ptr, counts_ptr,
                ROWS: tl.constexpr, V: tl.constexpr, G: tl.constexpr, MODE: tl.constexpr,
                P: tl.constexpr, SHIFT: tl.constexpr, OFFSET: tl.constexpr,
                WAY: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
@@ -247,21 +330,24 @@ def _near_tile(near, counters, extremes, limits, seen, x, members, row, outside,
     if MODE == tile.IDS:
         slot = tl.where(outside != 0, 2 * P + 2 + tile.OUT_OF_RANGE, tile.NOWHERE)
         counters = histogram.add(counters, slot, outside, outside, histogram_ptr, counts_ptr, G, P, WAY, SLOTS)
-    is_near = (tl.abs(x) < tile.NEAR_LIMIT) & (members != 0)
-    x = tl.where(is_near, x, 0.0)
-    left = tl.where(is_near, 0, members)
-    members = tl.where(is_near, members, 0)
+    all_members = members
+    x, members, is_near = _near(x, members)
+    rest = tl.where(is_near, 0, all_members)
     row = tl.where(is_near, row, 0)
     counters = histogram.add_near(
         counters, x, members, row, histogram_ptr, counts_ptr, G, P, SHIFT, OFFSET, WAY, SLOTS)  # fmt: skip
     largest = tl.max(x.to(tl.int32, bitcast=True) & tile.ABS_BITS, axis=1)
-    not_near = tl.where(tl.reduce(left, 1, extrema.either) != 0, tile.NEAR_BITS, 0)
+    not_near = tl.where(tl.reduce(rest, 1, extrema.either) != 0, tile.NEAR_BITS, 0)
     seen = tl.maximum(seen, tl.maximum(largest, not_near))
-    if histogram.in_shared(WAY):  # now, or LLVM keeps all V of ``left`` for later
+    if histogram.in_shared(WAY):  # now, or LLVM keeps all V of ``rest`` for later
         seen = _settled(seen)
     extremes = extrema.update(extremes, counters, limits, x, members, largest, ROWS, V, G, P, WAY)
-    near = _add_near(near, x, members, ROWS, V, G, histogram.in_shared(WAY))
-    return near, counters, extremes, seen
+    if two_runs(G):
+        near, more = _add_two_runs(near, x, members, ROWS, V, G, histogram.in_shared(WAY))
+        left = left | more
+    else:
+        near = _add_near(near, x, members, ROWS, V, G, histogram.in_shared(WAY))
+    return near, counters, extremes, seen, left
 
 
 @triton.jit
@@ -333,7 +419,10 @@ def _store_program(near, counters, extremes, row_ptr, any_far, ROWS: tl.constexp
     rows = row_ptr + slices * far.ROW
     inside = slices < G
     # the slices of a program are one vector everywhere below
-    total_size = tl.reshape(_totals(size, ROWS, PG), (PG,)) if PG > 1 else tl.full((1,), tl.sum(size[0], axis=0), tl.float64)
+    if PG > 1:  # noqa: SIM108
+        total_size = _totals(size, ROWS, PG)
+    else:
+        total_size = tl.full((1,), tl.sum(size[0], axis=0), tl.float64)
     top, bottom = extrema.result(extremes, counters, slices, ROWS, G, P, WAY)
     tl.store(rows + far.MAX_X, top, mask=inside)
     tl.store(rows + far.NEG_MIN_X, bottom, mask=inside)
@@ -379,6 +468,7 @@ def _run(logp_ptr, old_ptr, mask_ptrs, base_ptr, state_ptr, scratch_ptr, ticket_
         end = tl.minimum(first_tile + run, n_tiles)
         limits = extrema.thresholds(counters, ROWS, G, P, WAY)
         seen = tl.zeros((ROWS,), tl.int32)
+        left = tl.zeros((ROWS,), tl.int32)
         for i in range(first_tile, end):
             start = tl.cast(i, tl.int64) * TILE
             if ALIGNED:
@@ -399,25 +489,24 @@ def _run(logp_ptr, old_ptr, mask_ptrs, base_ptr, state_ptr, scratch_ptr, ticket_
                 x, members, row, outside = _load(
                     logp_ptr, old_ptr, mask_ptrs, base_ptr, start, n, n_slices, first, columns, strides,
                     ROWS, V, G, MODE, N_MASKS, HAS_BASE, FLAT)  # fmt: skip
-            near, counters, extremes, seen = _near_tile(
-                near, counters, extremes, limits, seen, x, members, row, outside, histogram_ptr, counts_ptr,
+            near, counters, extremes, seen, left = _near_tile(
+                near, counters, extremes, limits, seen, left, x, members, row, outside, histogram_ptr, counts_ptr,
                 ROWS, V, G, MODE, P, SHIFT, OFFSET, WAY, SLOTS)  # fmt: skip
+        if two_runs(G) and tl.max(left & tile.ABS_BITS, axis=0) != 0:
+            for i in range(first_tile, end):
+                x, members, row, outside = _read(
+                    logp_ptr, old_ptr, mask_ptrs, base_ptr, i, full_tiles, n, n_slices, first, columns, strides,
+                    ROWS, V, G, MODE, N_MASKS, HAS_BASE, FLAT, ALIGNED)  # fmt: skip
+                near = _add_other_runs(near, x, members, ROWS, V, G, histogram.in_shared(WAY))
         # one vote a run: a vote a tile would keep the warps in step, all in the float64 unit at once
         largest = tl.max(seen, axis=0)
         if largest >= tail_bits:
             if histogram.in_shared(WAY):
                 _park(near, 5 * G)
             for i in range(first_tile, end):
-                start = tl.cast(i, tl.int64) * TILE
-                if ALIGNED and i < full_tiles:
-                    again = _fetch(logp_ptr, old_ptr, mask_ptrs, base_ptr, start, ROWS, V, N_MASKS, HAS_BASE)
-                    x, members, row, outside = _unpack(
-                        again, logp_ptr, old_ptr, mask_ptrs, base_ptr, n_slices, first,
-                        ROWS, V, G, MODE, N_MASKS, HAS_BASE)  # fmt: skip
-                else:
-                    x, members, row, outside = _load(
-                        logp_ptr, old_ptr, mask_ptrs, base_ptr, start, n, n_slices, first, columns, strides,
-                        ROWS, V, G, MODE, N_MASKS, HAS_BASE, FLAT)  # fmt: skip
+                x, members, row, outside = _read(
+                    logp_ptr, old_ptr, mask_ptrs, base_ptr, i, full_tiles, n, n_slices, first, columns, strides,
+                    ROWS, V, G, MODE, N_MASKS, HAS_BASE, FLAT, ALIGNED)  # fmt: skip
                 counters, extremes = _tail_tile(
                     counters, extremes, limits, x, members, row, histogram_ptr, counts_ptr, row_ptr, low, high,
                     ROWS, V, G, P, SHIFT, OFFSET, WAY, SLOTS)  # fmt: skip
@@ -489,15 +578,21 @@ class Config(NamedTuple):
     registers: int  # at most, a thread; the far branch would take all there are
 
 
-def config(n: int, itemsize: int, slices: int, portable: bool) -> Config:
-    """By measurement on an H100."""
+def config(n: int, slices: int, id_bytes: int, portable: bool) -> Config:
+    """By measurement on an H100; ``id_bytes`` of a slice id, 0 without ids.
+
+    A thread needs 10 registers a slice for its sums, and a spill costs more than warps that are missing: 4 slices of
+    268M float32 tokens ran at 277 Gtok/s with 256 threads an SM, 245 with 512, 165 with spills.
+    """
     if portable:
-        return Config(rows=256, v=8, run=8, per_sm=2, many_rows=False, registers=0)
-    if slices > 2:
-        if n >= 1 << 22:
-            return Config(rows=512, v=8, run=8, per_sm=1, many_rows=True, registers=128)
-        return Config(rows=256, v=8, run=8, per_sm=2, many_rows=False, registers=128)
-    return Config(rows=256, v=8, run=8, per_sm=3, many_rows=False, registers=80)
+        return Config(rows=256, v=8, run=4, per_sm=2, many_rows=False, registers=0)
+    if slices <= 2:
+        return Config(rows=256, v=8, run=16, per_sm=2, many_rows=False, registers=128)
+    if n >= 1 << 21:
+        return Config(rows=256, v=4 if id_bytes > 1 else 8, run=16, per_sm=1, many_rows=True, registers=255)
+    if n > 1 << 14:
+        return Config(rows=256, v=4, run=8, per_sm=1, many_rows=False, registers=255)
+    return Config(rows=128, v=4, run=8, per_sm=2, many_rows=False, registers=255)
 
 
 def constants(layout: Any, way: int) -> dict[str, int]:

@@ -13,7 +13,7 @@ from pyrlstats.layout import Layout
 from pyrlstats.state import State
 
 launch = pytest.importorskip("pyrlstats.backends.triton_gpu").launch
-from pyrlstats.kernels import histogram, slice_hist, tile  # noqa: E402
+histogram, slice_hist, tile = launch.histogram, launch.slice_hist, launch.tile
 
 pytestmark = [
     pytest.mark.gpu,

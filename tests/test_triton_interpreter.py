@@ -1,0 +1,22 @@
+"""The GPU kernels on the CPU: tests/gpu/test_kernels.py in Triton's interpreter, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_kernels_in_the_interpreter(request):
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYRLSTATS_BACKEND": "torch"}
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    command += [f"--seed={request.config.option.seed}", str(ROOT / "tests" / "gpu" / "test_kernels.py")]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
