@@ -103,6 +103,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def away_from_the_tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Child processes import the installed package, not the source tree, which has no extension."""
+    before = os.getcwd()
+    os.chdir(tmp_path_factory.mktemp("away"))
+    yield
+    os.chdir(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _no_silent_fallback() -> None:
     """The default backend of this machine must be the fast one, or another one asked for by name."""
     if not os.environ.get("PYRLSTATS_BACKEND"):
