@@ -35,6 +35,8 @@ def compile_all(target: str) -> None:
             (flat, tile.IDS, 8, ways.SINGLE, "*fp32", "*i64", True),
             (flat, tile.ALL, 1, ways.SINGLE, "*fp16", "*fp16", False),
             (strided, tile.MASKS, 3, ways.SLICES, "*fp64", "*fp32", True),
+            (flat, tile.MASKS, 4, ways.SLICES, "*fp32", "*i1", False),
+            (strided, tile.MASKS, 4, ways.SLICES, "*bf16", "*i1", False),
         ]
     else:
         variants = [
@@ -60,11 +62,15 @@ def compile_all(target: str) -> None:
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
         compiled = triton.compile(source, target=gpu, options={"num_warps": 8})
         assert compiled.asm.get("cubin") or compiled.asm.get("hsaco")
-        claimed = 4 * histogram.DYNAMIC_WORDS
-        # what Triton itself uses must stay below the histogram rows, which lie at the end
-        assert compiled.metadata.shared in (claimed,) or compiled.metadata.shared <= histogram.DYNAMIC_SPARE or (
-            backend == "hip"
-        )
+        if backend == "cuda":
+            # what Triton itself uses lies before the histogram rows, or beside them in the 48 KiB of a program
+            rows = histogram.shared_bytes(slices, Layout().bins_per_sign, way.value)
+            claimed = 4 * histogram.DYNAMIC_WORDS
+            shared = compiled.metadata.shared
+            fits = shared == claimed if rows > histogram.STATIC_BYTES else rows + shared <= 48 << 10
+            if way.value == ways.SLICES.value and float_type != "*fp64":  # the same with many rows must fit too
+                fits = fits and shared <= histogram.DYNAMIC_SPARE
+            assert fits, f"{kernel.__name__}: {rows} bytes of rows and {shared} of Triton's"
         sys.stdout.write(f"{triton.__version__} {target} {kernel.__name__} {mode.value} {way.value}\n")
 
 

@@ -143,6 +143,22 @@ def test_every_way_gives_the_same_integers(rows, v):
         assert wrong.size == 0, (way, wrong[:10], result[wrong[:10]], results[0][wrong[:10]])
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.int64, torch.float32], ids=str)
+def test_large_inputs_of_every_width(dtype, mask_dtype):
+    """2^21 tokens take another launch shape than the small inputs of test_kernels.py; so does a strided view."""
+    logp, old_logp, masks = batch((1 << 21) + 64, 11, dtype, 0.3)
+    masks = [mask.to(mask_dtype) for mask in masks]
+    flat = buffer(add(empty(), logp, old_logp, masks))
+    portable = buffer(add(empty(), logp, old_logp, masks, portable=True))
+    views = [tensor.view(64, -1)[:, :-1] for tensor in (logp, old_logp, *masks)]
+    strided = buffer(add(empty(), views[0], views[1], views[2:]))
+    copied = buffer(add(empty(), *[view.contiguous() for view in views[:2]], [view.contiguous() for view in views[2:]]))
+    integers = len(NAMES) * (9 + Layout().n_bins)
+    assert np.array_equal(flat[:integers], portable[:integers])
+    assert np.array_equal(strided[:integers], copied[:integers])
+
+
 def test_bits_equal_masks():
     logp, old_logp, masks = batch(500_000, 10)
     packed = sum(mask.to(torch.uint8) << s for s, mask in enumerate(masks))
