@@ -68,14 +68,19 @@ def log_ratio_mean(state: State) -> Array:
     return (state.sum("near_x") + state.sum("far_x")) / _denominator(state)
 
 
+def _variance(state: State) -> tuple[Array, Array]:
+    """Variance of x, and how far rounding may have moved it: the sums are right to 1e-12."""
+    mean_square = (state.sum("near_x2") + state.sum("far_x2")) / _denominator(state)
+    return mean_square - log_ratio_mean(state) ** 2, 3e-12 * mean_square
+
+
 def log_ratio_std(state: State) -> Array:
     """Population standard deviation of x, nats.
 
     From float64 sums; held between 0 and half the range of x, so that equal tokens give exactly 0.
     """
     xp = namespace(state.buffer)
-    mean_square = (state.sum("near_x2") + state.sum("far_x2")) / _denominator(state)
-    variance = mean_square - log_ratio_mean(state) ** 2
+    variance, _ = _variance(state)
     half_range = (log_ratio_max(state) - log_ratio_min(state)) / 2.0
     return xp.minimum(xp.sqrt(xp.clip(variance, 0.0, None)), half_range)
 
@@ -135,9 +140,9 @@ def chi2(state: State) -> Array:
     """n sum w^2 / (sum w)^2 - 1, dimensionless: chi-square divergence of the self-normalised weights.
 
     Scale-free: adding a constant to every x changes nothing. From sums of w - 1 while the largest weight is
-    below 2^32, so that it is right at std(x) = 1e-5; from scaled sums of w above. Held between 0 and the
-    largest value that the exact extrema allow, sinh^2((max x - min x) / 2) (Kantorovich's inequality), so
-    that equal tokens give exactly 0.
+    below 2^32, so that it is right at std(x) = 1e-5; from scaled sums of w above. Held to what the exact extrema
+    allow: at most sinh^2(R / 2), R = max x - min x (Kantorovich's inequality), so that equal tokens give exactly
+    0; and within e^-2R and e^2R times the variance of x (mean value theorem), which is right under any offset.
 
     Error: at most 1e-6 (chi2 + mean(x)^2) where every abs(x) is below 0.5, else 1e-6 (1 + chi2).
     """
@@ -155,9 +160,11 @@ def chi2(state: State) -> Array:
     first, second = _scaled_weight_sums(state)
     scaled_form = n * second / first**2 - 1.0
     value = xp.where(small & (mean > -0.5), offset_form, scaled_form)
-    half_range = (log_ratio_max(state) - log_ratio_min(state)) / 2.0
-    largest = xp.sinh(xp.clip(half_range, None, 350.0)) ** 2
-    return xp.minimum(xp.clip(value, 0.0, None), largest)
+    variance, error = _variance(state)
+    extent = xp.clip(log_ratio_max(state) - log_ratio_min(state), None, 350.0)
+    least = xp.exp(-2.0 * extent) * xp.clip(variance - error, 0.0, None)
+    most = xp.minimum(xp.exp(2.0 * extent) * (variance + error), xp.sinh(extent / 2.0) ** 2)
+    return xp.minimum(xp.maximum(value, least), most)
 
 
 def renyi2(state: State) -> Array:
