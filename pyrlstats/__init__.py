@@ -1,5 +1,6 @@
 """Distribution statistics of policy log-ratios for reinforcement-learning post-training."""
 
+from pyrlstats import reference
 from pyrlstats._build import build_info, version
 from pyrlstats.accumulator import SliceAccumulator
 from pyrlstats.api import slice_stats
@@ -8,4 +9,4 @@ from pyrlstats.slice_stats import SliceStats
 
 __version__ = version()
 
-__all__ = ["Layout", "SliceAccumulator", "SliceStats", "__version__", "build_info", "slice_stats"]
+__all__ = ["Layout", "SliceAccumulator", "SliceStats", "__version__", "build_info", "reference", "slice_stats"]

@@ -1,4 +1,4 @@
-from typing import Final, TypedDict
+from typing import Final, TypeAlias, TypedDict
 
 class _BuildConfig(TypedDict):
     version: str
@@ -7,7 +7,7 @@ class _BuildConfig(TypedDict):
     instruction_sets: dict[str, str]
     usable: list[str]
 
-_Operand = tuple[int, int, tuple[int, ...] | None]
+_Operand: TypeAlias = tuple[int, int, tuple[int, ...] | None]
 
 STATE_VERSION: Final[int]
 DTYPES: Final[dict[str, int]]

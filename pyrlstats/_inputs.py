@@ -66,8 +66,10 @@ def _is_array(value: Any) -> bool:
 
 def _as_array(name: str, value: Any) -> Array:
     """A NumPy array or a detached torch tensor over the same memory."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(f"{name} must not be a masked array: give its data, and its mask inverted as a mask")
     if isinstance(value, np.ndarray):
-        return value
+        return value if type(value) is np.ndarray else value.view(np.ndarray)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         tensor = value.detach() if value.requires_grad else value

@@ -7,7 +7,7 @@ from typing import Any
 
 from pyrlstats import _dispatch
 from pyrlstats._inputs import Masks, as_ids, device_of, gate, resolve_names
-from pyrlstats.layout import Layout, check_clip
+from pyrlstats.layout import Layout, check_clip, check_layout
 from pyrlstats.slice_stats import SliceStats
 from pyrlstats.state import State
 
@@ -58,6 +58,9 @@ def slice_stats(
         ValueError: shapes, devices, names or clip that do not fit.
     """
     checked_clip = check_clip(clip)
+    check_layout(layout)
+    if num_threads is not None and (not isinstance(num_threads, int) or num_threads < 1):
+        raise ValueError(f"num_threads must be a positive integer or None, got {num_threads!r}")
     masks, slice_ids, names = as_ids(masks, slice_ids, names)
     checked_names = resolve_names(masks, slice_ids, names)
     batch = gate(logp, old_logp, masks, slice_ids, mask, checked_names)

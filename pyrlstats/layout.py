@@ -107,6 +107,17 @@ def check_names(names: Sequence[str]) -> tuple[str, ...]:
     return checked
 
 
+def check_layout(layout: object) -> Layout:
+    """The layout itself.
+
+    Raises:
+        TypeError: something else.
+    """
+    if not isinstance(layout, Layout):
+        raise TypeError(f"layout must be a pyrlstats.Layout, got {layout!r}: use pyrlstats.Layout(5, -24, 8)")
+    return layout
+
+
 def clip_thresholds(clip: tuple[float, float]) -> tuple[float, float]:
     """The bounds on x of a ratio clip (low, high), rounded to float32 here and nowhere else.
 

@@ -323,3 +323,28 @@ def test_unknown_backend_and_instruction_set(monkeypatch):
         monkeypatch.setenv("PYRLSTATS_ISA", "mmx")
         with pytest.raises(ValueError, match=r'"mmx" is unknown or not usable on this machine; usable: .*portable'):
             slice_stats(X, X)
+
+
+@pytest.mark.parametrize("layout", [None, (5, -24, 8), "fine"])
+def test_layout_that_is_none(layout):
+    with pytest.raises(TypeError, match=r"layout must be a pyrlstats\.Layout, got .*: use pyrlstats\.Layout"):
+        pyrlstats.slice_stats(np.zeros(3, np.float32), np.zeros(3, np.float32), layout=layout)
+
+
+@pytest.mark.parametrize("num_threads", [0, -1, 1.5, "a"])
+def test_number_of_threads(num_threads):
+    with pytest.raises(ValueError, match="num_threads must be a positive integer or None, got"):
+        pyrlstats.slice_stats(np.zeros(3, np.float32), np.zeros(3, np.float32), num_threads=num_threads)
+
+
+def test_array_subclasses():
+    """A subclass is read as the plain array it holds; a masked array would hide a second mask."""
+
+    class Named(np.ndarray):
+        pass
+
+    x = np.linspace(-1, 1, 9, dtype=np.float32)
+    stats = pyrlstats.slice_stats(x.view(Named), np.zeros_like(x), x.view(Named) > 0)
+    assert stats["all"].n_tokens == 4
+    with pytest.raises(TypeError, match="logp must not be a masked array"):
+        pyrlstats.slice_stats(np.ma.array(x, mask=x > 0), np.zeros_like(x))

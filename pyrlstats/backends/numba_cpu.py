@@ -22,9 +22,17 @@ from pyrlstats.state import State
 _BLOCK = 1 << 16  # tokens
 _K3_TERMS = 16  # of the series of expm1(x) - x; enough for float64 below 0.5
 
-_N_TOKENS, _N_NAN, _N_POS_INF, _N_NEG_INF, _N_ZERO, _CLIP_LOW, _CLIP_HIGH, _N_FAR, _ = range(len(COUNTS))
-_NEAR_X, _NEAR_X2, _NEAR_K3, _NEAR_EXCESS, _ABS_X, _FAR_X, _FAR_X2, _FAR_K3, _FAR_W, _FAR_W2 = range(len(SUMS))
-_MAX_X, _NEG_MIN_X = range(len(MAXIMA))
+_N_TOKENS, _N_NAN, _N_POS_INF, _N_NEG_INF, _N_ZERO, _CLIP_LOW, _CLIP_HIGH, _N_FAR = (
+    COUNTS.index(name)
+    for name in ("n_tokens", "n_nan", "n_pos_inf", "n_neg_inf", "n_zero", "clip_low", "clip_high", "n_far")
+)
+_NEAR_X, _NEAR_X2, _NEAR_K3, _NEAR_EXCESS, _ABS_X = (
+    SUMS.index(name) for name in ("near_x", "near_x2", "near_k3", "near_excess", "abs_x")
+)
+_FAR_X, _FAR_X2, _FAR_K3, _FAR_W, _FAR_W2 = (
+    SUMS.index(name) for name in ("far_x", "far_x2", "far_k3", "far_w", "far_w2")
+)
+_MAX_X, _NEG_MIN_X = MAXIMA.index("max_x"), MAXIMA.index("neg_min_x")
 
 
 def accumulate(batch: Batch, state: State) -> None:
