@@ -125,6 +125,8 @@ class SliceStats(Mapping[str, SliceView]):
         state: the mergeable :class:`~pyrlstats.state.State` behind it.
     """
 
+    kind = "log_ratio"
+
     def __init__(self, state: State) -> None:
         self.state = state
         self._values: dict[Callable[[State], Array], Array] = {}

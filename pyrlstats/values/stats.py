@@ -177,6 +177,8 @@ class ValueStats(Mapping[str, ValueView]):
         state: the mergeable :class:`~pyrlstats.state.State` behind it, of x = value.
     """
 
+    kind = "value"
+
     def __init__(self, state: State) -> None:
         self.state = state
         self._values: dict[Callable[[State], Array], Array] = {}
