@@ -93,7 +93,7 @@ struct Sizes {
     order = sets + page(sizeof(Set) * slots);
     words = order + page(sizeof(int32_t) * slots);
     mask_bytes = words + page(sizeof(uint64_t) * (kBlock / 64) * plan.slices);
-    slice_zeros = mask_bytes + page((plan.masks ? kBlock * plan.slices : 0) + kBlock);
+    slice_zeros = mask_bytes + page(kBlock * (plan.ids ? 1 : plan.slices + 1));
     slice_histogram = slice_zeros + page(sizeof(int64_t) * plan.slices);
     histograms = slice_histogram + page(sizeof(int64_t) * bins.count() * plan.slices);
     histogram =
