@@ -351,6 +351,18 @@ def _near_tile(near, counters, extremes, limits, seen, left, x, members, row, ou
 
 
 @triton.jit
+def _add_clips(counters, x, members, row, finite, histogram_ptr, counts_ptr, low, high,
+               G: tl.constexpr, P: tl.constexpr, WAY: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
+    """Clip counts; x is 0 for non-members."""
+    slot = tl.where(x > high, 2 * P + 2 + tile.CLIP_HIGH, tile.NOWHERE)
+    slot = tl.where(x < low, 2 * P + 2 + tile.CLIP_LOW, slot)
+    clipped = finite & (slot != tile.NOWHERE)
+    return histogram.add(
+        counters, tl.where(clipped, slot, tile.NOWHERE), tl.where(clipped, members, 0), tl.where(clipped, row, 0),
+        histogram_ptr, counts_ptr, G, P, WAY, SLOTS)  # fmt: skip
+
+
+@triton.jit
 def _tail_tile(counters, extremes, limits, x, members, row, histogram_ptr, counts_ptr, row_ptr, low, high,
                ROWS: tl.constexpr, V: tl.constexpr, G: tl.constexpr,
                P: tl.constexpr, SHIFT: tl.constexpr, OFFSET: tl.constexpr,
@@ -365,12 +377,8 @@ def _tail_tile(counters, extremes, limits, x, members, row, histogram_ptr, count
     counters = histogram.add(
         counters, tl.where(finite, nowhere, slot), tl.where(finite, 0, members), tl.where(finite, 0, row),
         histogram_ptr, counts_ptr, G, P, WAY, SLOTS)  # fmt: skip
-    slot = tl.where(x > high, 2 * P + 2 + tile.CLIP_HIGH, nowhere)
-    slot = tl.where(x < low, 2 * P + 2 + tile.CLIP_LOW, slot)
-    clipped = finite & (slot != nowhere)
-    counters = histogram.add(
-        counters, tl.where(clipped, slot, nowhere), tl.where(clipped, members, 0), tl.where(clipped, row, 0),
-        histogram_ptr, counts_ptr, G, P, WAY, SLOTS)  # fmt: skip
+    counters = _add_clips(
+        counters, x, members, row, finite, histogram_ptr, counts_ptr, low, high, G, P, WAY, SLOTS)  # fmt: skip
     is_far = finite & (magnitude >= tile.NEAR_BITS)
     x = tl.where(is_far, x, 0.0)
     members = tl.where(is_far, members, 0)
@@ -507,9 +515,15 @@ def _run(logp_ptr, old_ptr, mask_ptrs, base_ptr, state_ptr, scratch_ptr, ticket_
                 x, members, row, outside = _read(
                     logp_ptr, old_ptr, mask_ptrs, base_ptr, i, full_tiles, n, n_slices, first, columns, strides,
                     ROWS, V, G, MODE, N_MASKS, HAS_BASE, FLAT, ALIGNED)  # fmt: skip
-                counters, extremes = _tail_tile(
-                    counters, extremes, limits, x, members, row, histogram_ptr, counts_ptr, row_ptr, low, high,
-                    ROWS, V, G, P, SHIFT, OFFSET, WAY, SLOTS)  # fmt: skip
+                if largest >= tile.NEAR_BITS:
+                    counters, extremes = _tail_tile(
+                        counters, extremes, limits, x, members, row, histogram_ptr, counts_ptr, row_ptr, low, high,
+                        ROWS, V, G, P, SHIFT, OFFSET, WAY, SLOTS)  # fmt: skip
+                else:  # clipped tokens only, which are common
+                    kept = tl.where(members != 0, x, 0.0)
+                    counters = _add_clips(
+                        counters, kept, members, row, members != 0, histogram_ptr, counts_ptr, low, high,
+                        G, P, WAY, SLOTS)  # fmt: skip
             any_far = tl.where(largest >= tile.NEAR_BITS, 1, any_far)
             if histogram.in_shared(WAY):
                 near = _unpark(near, 5 * G)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from pyrlstats.backends.batch import Batch
-from pyrlstats.state import State
+from pyrlstats.state import Array, State
 
 
 def _find_kernels() -> None:
@@ -30,6 +30,7 @@ from pyrlstats.kernels import launch, tile  # noqa: E402
 
 def accumulate(batch: Batch, state: State) -> None:
     """Add the tokens of ``batch`` to ``state``, in place, on the current stream. Does not sync."""
+    members: tuple[Array, ...]
     if batch.slice_ids is not None:
         mode, members = tile.IDS.value, (batch.slice_ids,)
     elif batch.masks is not None:
