@@ -206,9 +206,10 @@ def _launch(
     low, high, tail_bits = _thresholds(state.clip)
     if config is None:
         config = slice_hist.config(n, slices, members[0].element_size() if mode == _IDS else 0, portable)
-    wide = mode == _MASKS and any(tensor.element_size() > 4 for tensor in tensors)
-    if config.many_rows and (wide or not _has_many_rows(logp.device)):
-        config = config._replace(many_rows=False)  # wide: Triton's own 8 KiB would reach into the rows
+    # Triton's own shared memory, 8 KiB with strides or 64-bit elements, would reach into the rows
+    crowded = mode != _IDS and (grid is not None or any(tensor.element_size() > 4 for tensor in tensors))
+    if config.many_rows and (crowded or not _has_many_rows(logp.device)):
+        config = config._replace(many_rows=False)
     way, group = _histogram_way(state.layout, mode, slices, config.many_rows, portable)
     aligned = (
         grid is None and n >= config.rows * config.v and not any(tensor.data_ptr() & 15 for tensor in tensors)
