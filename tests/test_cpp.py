@@ -306,6 +306,25 @@ def test_extrema_beside_exact_zeros(isa: str, oracle: Any) -> None:
         check(oracle, run(x, np.zeros_like(x), isa=isa), x, [np.ones(x.size, bool)])
 
 
+@pytest.mark.parametrize("layout", [Layout(), Layout(10)], ids=str)
+def test_kinds_of_calls_in_turn(isa: str, layout: Layout, rng: np.random.Generator, oracle: Any) -> None:
+    """Calls of one size with masks, without, by id and with a base mask share a workspace's memory."""
+    for _ in range(40):
+        n, slices = int(rng.choice([64, 3000, 20_000])), int(rng.choice([1, 2, 5]))
+        x = data("mixed", n, rng)
+        zeros = np.zeros_like(x)
+        masks = [rng.random(n) < rng.random() for _ in range(slices)]
+        base = rng.random(n) < 0.7
+        ids = rng.integers(-1, slices + 1, n)
+        options = {"isa": isa, "layout": layout}
+        check(oracle, run(x, zeros, masks, **options), x, masks)
+        check(oracle, run(x, zeros, **options), x, [np.ones(n, bool)])
+        check(oracle, run(x, zeros, base_mask=base, **options), x, [base])
+        by_id = run(x, zeros, slice_ids=ids, base_mask=base, slices=slices, **options)
+        beyond = int(np.count_nonzero(base & (ids >= slices)))
+        check(oracle, by_id, x, [base & (ids == index) for index in range(slices)], beyond)
+
+
 @pytest.mark.parametrize("clip", [(0.9, 5.0), (1e-6, 1e-6), (1e-50, 1e-50), (0.5, 0.01)])
 def test_clips(isa: str, clip: tuple[float, float], rng: np.random.Generator, oracle: Any) -> None:
     x = data("mixed", 5000, rng)
