@@ -6,11 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pyrlstats._inputs import _as_array, _broadcast, _on_common_ground, device_of
+from pyrlstats._inputs import _INTEGERS, _MASKS, _as_array, _broadcast, _on_common_ground, device_of
 from pyrlstats.state import Array, namespace
-
-INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
-_NUMBERS = ("bool", *INTEGERS, "float32", "bfloat16", "float16", "float64")
 
 
 class Sequences:
@@ -37,8 +34,8 @@ class Sequences:
         n = self.starts.shape[-1]
         ends = xp.concatenate((self.starts[..., 1:], xp.ones_like(self.starts[..., :1])), -1)
         # counted from the right, a sequence begins where it ends
-        from_right = xp.flip(_running_max(xp.flip(ends, (-1,)) * _arange(n, ends)), (-1,))
-        return _take(values, n - 1 - from_right)
+        from_right = xp.flip(_running_max(xp.flip(ends, (-1,)) * arange(n, ends)), (-1,))
+        return take(values, n - 1 - from_right)
 
 
 class Trajectory(NamedTuple):
@@ -101,7 +98,7 @@ def _boundaries(cu_seqlens: Any, like: Array) -> Array:
     if isinstance(cu_seqlens, (list, tuple)):
         cu_seqlens = to_device(np.asarray(cu_seqlens, np.int64), device_of(like))
     arrays = as_arrays(tokens=like, cu_seqlens=cu_seqlens)
-    check_dtype("cu_seqlens", arrays["cu_seqlens"], INTEGERS)
+    check_dtype("cu_seqlens", arrays["cu_seqlens"], _INTEGERS)
     xp = namespace(like)
     return xp.asarray(arrays["cu_seqlens"], dtype=xp.int64)
 
@@ -127,22 +124,22 @@ def spread(name: str, values: Any, cu_seqlens: Any, n_tokens: int | None, outsid
         return xp.full(shape, outside) if xp is np else xp.full(shape, outside, device=array.device)
     boundaries = xp.clip(boundaries.reshape(-1, segments + 1), 0, n_tokens)
     row_count = boundaries.shape[0]
-    row = _arange(row_count, array)[:, None]
+    row = arange(row_count, array)[:, None]
     # one search for all rows: row r's tokens and boundaries are shifted by r n_tokens
     ends = (boundaries[:, 1:] + row * n_tokens).reshape(-1)
-    token = _arange(row_count * n_tokens, array)
+    token = arange(row_count * n_tokens, array)
     found = np.searchsorted(ends, token, side="right") if xp is np else xp.searchsorted(ends, token, right=True)
     segment = found.reshape(row_count, n_tokens) - row * segments
     inside = (segment < segments) & (token.reshape(row_count, n_tokens) >= boundaries[:, :1] + row * n_tokens)
     flat = array.reshape(row_count, segments)
-    return xp.where(inside, _take(flat, xp.clip(segment, 0, segments - 1)), outside).reshape(shape)
+    return xp.where(inside, take(flat, xp.clip(segment, 0, segments - 1)), outside).reshape(shape)
 
 
 def as_arrays(**given: Any) -> dict[str, Array]:
     """The arguments as arrays of one kind on one device, checked; where they are."""
     arrays = {name: _as_array(name, value) for name, value in given.items()}
     for name, array in arrays.items():
-        check_dtype(name, array, _NUMBERS)
+        check_dtype(name, array, _MASKS)
     common = _on_common_ground(arrays)
     # slices need no float64: tensors of a device without it stay there
     return {name: common[name] if isinstance(array, np.ndarray) else array for name, array in arrays.items()}
@@ -160,7 +157,13 @@ def broadcast_to(arrays: dict[str, Array], name: str, like: str) -> Array:
     try:
         return _broadcast(name, arrays[name], shape)
     except ValueError:
-        raise ValueError(f"{name} must broadcast to {like}'s shape {shape}, got {tuple(arrays[name].shape)}") from None
+        raise ValueError(
+            f"{name} must broadcast to {possessive(like)} shape {shape}, got {tuple(arrays[name].shape)}"
+        ) from None
+
+
+def possessive(name: str) -> str:
+    return name + ("'" if name.endswith("s") else "'s")
 
 
 def to_device(host: Array, device: Any) -> Array:
@@ -171,18 +174,14 @@ def to_device(host: Array, device: Any) -> Array:
     return torch.from_numpy(host).to(device, non_blocking=True)
 
 
-def _take(values: Array, index: Array) -> Array:
-    xp = namespace(values)
-    return xp.take_along_axis(values, index, -1) if xp is np else xp.gather(values, -1, index)
-
-
 def _running_max(values: Array) -> Array:
     if namespace(values) is np:
         return np.maximum.accumulate(values, axis=-1)
     return values.cummax(-1).values
 
 
-def _arange(n: int, like: Array) -> Array:
+def arange(n: int, like: Array) -> Array:
+    """int64 0 to n - 1 on the device of ``like``."""
     xp = namespace(like)
     return np.arange(n) if xp is np else xp.arange(n, device=like.device)
 
@@ -196,3 +195,21 @@ def _shifted(values: Array) -> Array:
 def as_int8(flag: Array) -> Array:
     """A bool array as 0 and 1, over the same memory."""
     return flag.view(namespace(flag).int8)
+
+
+def smallest(ids: Array, names: int) -> Array:
+    """ids in the smallest signed integers that hold them."""
+    xp = namespace(ids)
+    return xp.asarray(ids, dtype=xp.int8 if names < 127 else xp.int16 if names < 32767 else xp.int32)
+
+
+def as_integers(name: str, array: Array) -> Array:
+    check_dtype(name, array, _INTEGERS)
+    xp = namespace(array)
+    return xp.asarray(array, dtype=xp.int64)
+
+
+def take(values: Array, index: Array) -> Array:
+    """values at index along the last axis."""
+    xp = namespace(values)
+    return xp.take_along_axis(values, index, -1) if xp is np else xp.gather(values, -1, index)

@@ -1,360 +1,47 @@
 """How two distributions differ, from their states alone: policies, steps, slices, engines.
 
-:func:`compare` takes what one wants to judge and a baseline; every figure is a pure function of the two states,
-vectorised over slices, on their device, without a sync. Sizes of the effect come first:
-
-- :func:`quantile_shift` and :func:`log_quantile_shift`, by how much a quantile moved;
-- :func:`tail_ratio`, how many times more tokens lie beyond a threshold of the baseline;
-- :func:`wasserstein1`, how far mass moved on average, in the unit of x;
-- :func:`kolmogorov_smirnov` and :func:`jensen_shannon`, which need to be read next to their noise.
-
-Tokens of one sequence are not independent. Standard errors, noise floors and intervals here are those of independent
-tokens: too narrow for tokens of few sequences. What counts as a change is best taken from the run's own steps.
+:func:`compare` takes what one wants to judge and a baseline. Every figure is also a function of its own, of all slices
+at once: see :mod:`pyrlstats.distances`, whose names are here too.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from pyrlstats import quantiles as _quantiles
-from pyrlstats.intervals import Stats, as_floats, state_of
-from pyrlstats.quantiles import Numbers, _abs_cells, _as_list, _Cells, _on_device_of, _probabilities, _signed_cells
-from pyrlstats.slice_stats import percentile_name
-from pyrlstats.state import Array, State, namespace
-from pyrlstats.stats import n_finite
-
-KS_FLOOR = 1.358  # 5 % point of the Kolmogorov distribution
-
-# k tokens of a bin, of which f go to one side, and the number of ways to choose them
-_DEALT = 16
-_DEALS = np.array([(k, f, math.comb(k, f)) for k in range(_DEALT + 1) for f in range(_DEALT + 1)], np.float64).T
-
-
-class TailRatio(NamedTuple):
-    """How many times more tokens lie in the tail than in the baseline's; (S,) each.
-
-    Attributes:
-        ratio: share of tokens with abs(x) >= threshold over the baseline's share; 1 = no change.
-        log_ratio: its logarithm, nats.
-        log_se: standard error of ``log_ratio`` for independent tokens, sqrt(1 / count + 1 / baseline_count).
-        threshold: a bin edge, in the unit of x; the tail counts are exact there.
-        count, baseline_count: int64, tokens in the two tails.
-    """
-
-    ratio: Array
-    log_ratio: Array
-    log_se: Array
-    threshold: Array
-    count: Array
-    baseline_count: Array
-
-
-class Bounded(NamedTuple):
-    """A distance with certified bounds; (S,) each."""
-
-    estimate: Array
-    lo: Array
-    hi: Array
-
-
-def quantile_shift(stats: Stats, baseline: Stats, q: Numbers) -> Bounded:
-    """quantile(q) - baseline quantile(q), in the unit of x: (S,) for a number, (S, len(q)) for a sequence.
-
-    Over q this is the shift function of Doksum (1974): where along the distribution it moved. Certified bounds are
-    those of the two quantiles.
-
-    Raises:
-        ValueError: a q outside [0, 1], or states that cannot be compared.
-    """
-    one, two = _pair(stats, baseline)
-    lo_one, hi_one = _quantiles.quantile_bounds(one, q)
-    lo_two, hi_two = _quantiles.quantile_bounds(two, q)
-    estimate = _quantiles.quantile(one, q) - _quantiles.quantile(two, q)
-    return Bounded(estimate, lo_one - hi_two, hi_one - lo_two)
-
-
-def log_quantile_shift(stats: Stats, baseline: Stats, q: Numbers) -> Array:
-    """log(abs_quantile(q) / baseline abs_quantile(q)), dimensionless; 0.1 is a tail 10 % wider.
-
-    float64 (S,) for a number, (S, len(q)) for a sequence; infinite where only one quantile is 0, NaN where both are
-    or a slice has no finite tokens. Relative error of each quantile at most 2^-mantissa_bits.
-
-    Raises:
-        ValueError: a q outside [0, 1], or states that cannot be compared.
-    """
-    one, two = _pair(stats, baseline)
-    xp = namespace(one.buffer)
-    with np.errstate(all="ignore"):
-        return xp.log(_quantiles.abs_quantile(one, q)) - xp.log(_quantiles.abs_quantile(two, q))
-
-
-def tail_ratio(stats: Stats, baseline: Stats, q: float = 0.999, *, threshold: float | None = None) -> TailRatio:
-    """R_u = P(abs(x) >= u) / P_baseline(abs(x) >= u): exact counts on both sides, at a bin edge u.
-
-    Sees what distances between distributions cannot: a thousandth of the tokens ten times larger hardly moves KS.
-    Of a small R, compare ``log_ratio`` with ``log_se``.
-
-    Args:
-        stats, baseline: of S slices, or views of one slice each.
-        q: u is the lower edge of the bin that holds the baseline's abs_quantile(q); where that is 0, every abs(x)
-            above 0 is the tail.
-        threshold: u instead, in the unit of x, above 0, raised to the next bin edge.
-
-    Returns:
-        NaN where a slice has no finite tokens, or neither has any in the tail; ratio inf where only the baseline
-        has none.
-
-    Raises:
-        ValueError: q outside [0, 1], a threshold not above 0, or states that cannot be compared.
-    """
-    one, two = _pair(stats, baseline)
-    cells, base = _abs_cells(one), _abs_cells(two)
-    xp = namespace(base.counts)
-    through, base_through = xp.cumsum(cells.counts, -1), xp.cumsum(base.counts, -1)
-    n, base_n = through[:, -1], base_through[:, -1]
-    if threshold is None:
-        (level,), _ = _probabilities(float(q))
-        rank = xp.clip(xp.ceil(level * as_floats(base_n)), 1.0, None)
-        cell = (base_through < rank[:, None]).sum(-1)
-    else:
-        (bound,), _ = _as_list("threshold", float(threshold))
-        if not 0.0 < bound < math.inf:
-            raise ValueError(f"threshold must be positive and finite, got {threshold}")
-        cell = xp.zeros_like(base_n) + int(np.searchsorted(base.edges, bound, side="left"))
-    cell = xp.clip(cell, 1, base.counts.shape[-1] - 1)[:, None]
-    count = n - _take(through, cell - 1)[:, 0]
-    base_count = base_n - _take(base_through, cell - 1)[:, 0]
-    with np.errstate(all="ignore"):
-        hits, base_hits = as_floats(count), as_floats(base_count)
-        ratio = (hits / n) / (base_hits / base_n)
-        log_se = xp.sqrt(1.0 / hits + 1.0 / base_hits)
-        log_se = xp.where((count > 0) & (base_count > 0), log_se, float("nan"))
-        edge = _on_device_of(base_n, base.edges)[cell[:, 0]]
-        return TailRatio(ratio, xp.log(ratio), log_se, edge, count, base_count)
-
-
-def wasserstein1(stats: Stats, baseline: Stats) -> Bounded:
-    """Earth mover's distance, the mean distance that mass has to move: integral of abs(F - G), in the unit of x.
-
-    Computed as the integral of abs(Q_F(u) - Q_G(u)) over u, with tokens spread evenly inside their bin and the two
-    extreme tokens of each side at their exact values, so that it is finite whatever lies outside the window.
-
-    Returns:
-        (S,) each: estimate and certified bounds; NaN where a slice has no finite tokens. The bounds are a bin wide,
-        2^-mantissa_bits of the mean of abs(x): the estimate is far closer, because both sides use the same bins.
-
-    Raises:
-        ValueError: states that cannot be compared.
-    """
-    one, two = _pair(stats, baseline)
-    xp = namespace(one.buffer)
-    with np.errstate(all="ignore"):
-        f, g = _Ranges.of(_signed_cells(one)), _Ranges.of(_signed_cells(two))
-        # every u at which one of the two quantile functions enters its next range
-        both = xp.concatenate((f.through, g.through), -1)
-        order = both.argsort(-1, kind="stable") if xp is np else both.argsort(dim=-1, stable=True)
-        u = _take(both, order)
-        from_f = order < f.through.shape[-1]
-        passed_f, passed_g = xp.cumsum(from_f, -1) - from_f * 1, xp.cumsum(~from_f, -1) - ~from_f * 1
-        before = xp.concatenate((xp.zeros_like(u[:, :1]), u[:, :-1]), -1)
-        width = u - before
-        f_lo, f_hi, f_from, f_to = f.between(passed_f, before, u)
-        g_lo, g_hi, g_from, g_to = g.between(passed_g, before, u)
-        estimate = (width * _mean_abs_linear(f_from - g_from, f_to - g_to)).sum(-1)
-        least = xp.clip(xp.maximum(f_lo - g_hi, g_lo - f_hi), 0.0, None)
-        most = xp.maximum(f_hi - g_lo, g_hi - f_lo)
-        result = Bounded(estimate, (width * least).sum(-1), (width * most).sum(-1))
-        some = (n_finite(one) > 0) & (n_finite(two) > 0)
-        return Bounded(*(xp.where(some, value, float("nan")) for value in result))
-
-
-class _Ranges(NamedTuple):
-    """A distribution as ascending ranges of x that hold known shares of its tokens; (S, R) each."""
-
-    through: Array  # share of tokens up to the end of the range
-    lo: Array
-    hi: Array
-
-    @classmethod
-    def of(cls, cells: _Cells) -> _Ranges:
-        """The cells, less the smallest and the largest token, which are points of their own."""
-        xp = namespace(cells.counts)
-        cumulative = xp.cumsum(cells.counts, -1)
-        n = cumulative[:, -1:]
-        rank = xp.clip(cumulative, xp.minimum(n, xp.ones_like(n)), xp.clip(n - 1, 1, None))
-        rank = xp.concatenate((xp.minimum(n, xp.ones_like(n)), rank, n), -1)
-        edges = _on_device_of(n, cells.edges)
-        lo = xp.clip(edges[:-1] + xp.zeros_like(cells.lowest), cells.lowest, cells.highest)
-        hi = xp.clip(edges[1:] + xp.zeros_like(cells.lowest), cells.lowest, cells.highest)
-        lo = xp.concatenate((cells.lowest, lo, cells.highest), -1)
-        hi = xp.concatenate((cells.lowest, hi, cells.highest), -1)
-        return cls(as_floats(rank) / n, lo, hi)
-
-    def between(self, index: Array, start: Array, end: Array) -> tuple[Array, Array, Array, Array]:
-        """Bounds of the ranges, and the interpolated quantile function at shares start and end inside them."""
-        xp = namespace(index)
-        index = xp.clip(index, 0, self.through.shape[-1] - 1)
-        lo, hi, last = _take(self.lo, index), _take(self.hi, index), _take(self.through, index)
-        first = xp.where(index > 0, _take(self.through, xp.clip(index - 1, 0, None)), 0.0)
-        slope = (hi - lo) / xp.where(last > first, last - first, float("inf"))
-        return lo, hi, lo + slope * (start - first), lo + slope * (end - first)
-
-
-def _mean_abs_linear(start: Array, end: Array) -> Array:
-    """Mean of abs over an interval along which a value goes linearly from start to end."""
-    xp = namespace(start)
-    total = xp.abs(start) + xp.abs(end)
-    crossing = (start**2 + end**2) / xp.where(total > 0, 2.0 * total, 1.0)
-    return xp.where(start * end < 0, crossing, total / 2.0)
-
-
-def kolmogorov_smirnov(stats: Stats, baseline: Stats) -> Bounded:
-    """sup abs(F - G), from 0 to 1.
-
-    The estimate is the largest gap at a bin edge, which is also the lower bound; inside a bin that holds tokens of
-    both sides the gap can be larger, by no more than the upper bound says. Nearly blind to tails: see
-    :func:`tail_ratio`. Read it next to :func:`ks_noise_floor`.
-
-    Returns:
-        (S,) each; NaN where a slice has no finite tokens.
-
-    Raises:
-        ValueError: states that cannot be compared.
-    """
-    one, two = _pair(stats, baseline)
-    xp = namespace(one.buffer)
-    with np.errstate(all="ignore"):
-        f_counts, g_counts = _signed_cells(one).counts, _signed_cells(two).counts
-        f, g = _through(f_counts), _through(g_counts)
-        f_before, g_before = f - _shares(f_counts), g - _shares(g_counts)
-        gap = xp.abs(f - g).max(-1) if xp is np else xp.abs(f - g).amax(-1)
-        inside = xp.maximum(f - g_before, g - f_before)
-        both = (f_counts > 0) & (g_counts > 0)
-        both[:, one.layout.bins_per_sign] = False  # the zeros are one point, not a bin
-        inside = xp.where(both, inside, 0.0)
-        most = inside.max(-1) if xp is np else inside.amax(-1)
-        return Bounded(gap, gap, xp.maximum(gap, most))
-
-
-def ks_noise_floor(stats: Stats, baseline: Stats) -> Array:
-    """1.358 sqrt(1/n + 1/m), (S,); inf where a slice has no finite tokens.
-
-    The true distance between two samples of one distribution stays below it in 95 of 100 cases, for many
-    independent tokens.
-
-    Source:
-        Smirnov (1948); Stephens (1970).
-    """
-    one, two = _pair(stats, baseline)
-    xp = namespace(one.buffer)
-    n, m = as_floats(n_finite(one)), as_floats(n_finite(two))
-    with np.errstate(all="ignore"):
-        return KS_FLOOR * xp.sqrt(1.0 / n + 1.0 / m)
-
-
-def jensen_shannon(stats: Stats, baseline: Stats, *, mantissa_bits: int | None = 2, corrected: bool = True) -> Array:
-    """Jensen-Shannon divergence of the two histograms, nats, (S,): from 0 to log 2.
-
-    Two samples of one distribution already differ: the plug-in value is too large by about
-    (bins - 1) / 8 (1/n + 1/m). ``corrected`` subtracts what would be expected if the tokens of each bin had been dealt
-    to the two sides at random, so that values near 0 can be negative and average to 0. Coarse bins keep the noise
-    that remains small.
-
-    Args:
-        stats, baseline: of S slices, or views of one slice each.
-        mantissa_bits: 2^mantissa_bits bins an octave and sign, which nest in the layout's exactly; None, or more
-            than the layout has, takes the layout's.
-        corrected: subtract the expectation under equal distributions, given the tokens in each bin.
-
-    Returns:
-        NaN where a slice has no finite tokens.
-
-    Raises:
-        ValueError: mantissa_bits below 0, or states that cannot be compared.
-
-    Source:
-        Lin (1991), Divergence measures based on the Shannon entropy.
-    """
-    one, two = _pair(stats, baseline)
-    if mantissa_bits is not None and mantissa_bits < 0:
-        raise ValueError(f"mantissa_bits must be at least 0, got {mantissa_bits}")
-    merged = 0 if mantissa_bits is None else max(one.layout.mantissa_bits - mantissa_bits, 0)
-    with np.errstate(all="ignore"):
-        f_counts, g_counts = _coarse(one, merged), _coarse(two, merged)
-        p, q = _shares(f_counts), _shares(g_counts)
-        m = (p + q) / 2.0
-        divergence = (_plogp(p, m) + _plogp(q, m)).sum(-1) / 2.0
-        if not corrected:
-            return divergence
-        return divergence - _chance(f_counts + g_counts, f_counts.sum(-1), g_counts.sum(-1))
-
-
-def _chance(together: Array, n: Array, m: Array) -> Array:
-    """Expected plug-in divergence (S,) if the ``together`` tokens (S, B) of each bin were dealt at random.
-
-    Exact for bins of few tokens; from _DEALT on the excess over (1/n + 1/m) / 8, the limit of full bins, falls as
-    one over the tokens. One bin less counts, because the dealt tokens must add up to n.
-    """
-    xp = namespace(together)
-    n, m = as_floats(n)[:, None], as_floats(m)[:, None]
-    k, f, ways = (_on_device_of(together, column) for column in _DEALS)
-    share = n / (n + m)
-    p, q = f / n, xp.clip(k - f, 0.0, None) / m
-    middle = (p + q) / 2.0
-    chance = ways * share**f * (1.0 - share) ** xp.clip(k - f, 0.0, None)
-    dealt = (chance * (_plogp(p, middle) + _plogp(q, middle)) / 2.0).reshape(-1, _DEALT + 1, _DEALT + 1).sum(-1)
-    full = (1.0 / n + 1.0 / m) / 8.0
-    few = xp.asarray(xp.clip(together, 0, _DEALT), dtype=xp.int64)
-    fade = as_floats(few) / xp.where(together > 0, as_floats(together), 1.0)
-    expected = xp.where(together > 0, full + (_take(dealt, few) - full) * fade, 0.0)
-    return expected.sum(-1) - full[:, 0]
-
-
-def _coarse(state: State, merged: int) -> Array:
-    """(S, cells) counts: negative bins, zeros, positive bins, with 2^merged neighbours together."""
-    xp = namespace(state.buffer)
-    slices, bins = state.histogram.shape
-    histogram = state.histogram.reshape(slices, bins >> merged, 1 << merged).sum(-1)
-    half = histogram.shape[-1] // 2
-    return xp.concatenate((histogram[:, :half], state.count("n_zero")[:, None], histogram[:, half:]), -1)
-
-
-def _plogp(p: Array, m: Array) -> Array:
-    xp = namespace(p)
-    return p * xp.log(xp.where(p > 0, p / xp.where(m > 0, m, 1.0), 1.0))
-
-
-def _shares(counts: Array) -> Array:
-    return as_floats(counts) / counts.sum(-1)[:, None]
-
-
-def _through(counts: Array) -> Array:
-    return as_floats(namespace(counts).cumsum(counts, -1)) / counts.sum(-1)[:, None]
-
-
-def _take(values: Array, index: Array) -> Array:
-    xp = namespace(values)
-    return xp.take_along_axis(values, index, -1) if xp is np else xp.gather(values, -1, index)
-
-
-def _pair(stats: Stats, baseline: Stats) -> tuple[State, State]:
-    one, two = state_of(stats), state_of(baseline)
-    single = len(one.names) == len(two.names) == 1
-    if one.names != two.names and not single:
-        raise ValueError(
-            f"only the same slices can be compared, got {one.names} and {two.names}: "
-            'take one of each, such as stats["post_tool"]'
-        )
-    if one.layout != two.layout:
-        raise ValueError(f"states with different layouts cannot be compared: {one.layout} and {two.layout}")
-    kinds = [str(state.buffer.device) if namespace(state.buffer) is not np else "numpy" for state in (one, two)]
-    if kinds[0] != kinds[1]:
-        raise ValueError(f"states on {kinds[0]} and {kinds[1]} cannot be compared: move one with .to(device)")
-    return one, two
+from pyrlstats.cells import Numbers
+from pyrlstats.distances import (
+    Bounded,
+    TailRatio,
+    abs_log_quantile_shift,
+    jensen_shannon,
+    kolmogorov_smirnov,
+    ks_noise_floor,
+    pair_of,
+    quantile_shift,
+    tail_ratio,
+    wasserstein1,
+)
+from pyrlstats.intervals import Stats
+from pyrlstats.results import percentile_name
+from pyrlstats.state import Array, State
+
+__all__ = [
+    "Bounded",
+    "ComparedSlice",
+    "Comparison",
+    "TailRatio",
+    "abs_log_quantile_shift",
+    "compare",
+    "jensen_shannon",
+    "kolmogorov_smirnov",
+    "ks_noise_floor",
+    "quantile_shift",
+    "tail_ratio",
+    "wasserstein1",
+]
 
 
 class ComparedSlice:
@@ -368,9 +55,9 @@ class ComparedSlice:
         """:func:`quantile_shift`: 0-d for a number, (len(q),) for a sequence, each."""
         return Bounded(*(values[self._index] for values in quantile_shift(*self._pair, q)))
 
-    def log_quantile_shift(self, q: Numbers) -> Array:
-        """:func:`log_quantile_shift`: 0-d for a number, (len(q),) for a sequence."""
-        return log_quantile_shift(*self._pair, q)[self._index]
+    def abs_log_quantile_shift(self, q: Numbers) -> Array:
+        """:func:`abs_log_quantile_shift`: 0-d for a number, (len(q),) for a sequence."""
+        return abs_log_quantile_shift(*self._pair, q)[self._index]
 
     def tail_ratio(self, q: float = 0.999, *, threshold: float | None = None) -> TailRatio:
         """:func:`tail_ratio`, 0-d each."""
@@ -384,13 +71,17 @@ class ComparedSlice:
         """:func:`kolmogorov_smirnov`, 0-d each."""
         return Bounded(*(values[self._index] for values in kolmogorov_smirnov(*self._pair)))
 
+    def ks_noise_floor(self) -> Array:
+        """:func:`ks_noise_floor`, 0-d."""
+        return ks_noise_floor(*self._pair)[self._index]
+
     def jensen_shannon(self, *, mantissa_bits: int | None = 2, corrected: bool = True) -> Array:
         """:func:`jensen_shannon`, 0-d."""
         return jensen_shannon(*self._pair, mantissa_bits=mantissa_bits, corrected=corrected)[self._index]
 
 
 class Comparison(Mapping[str, ComparedSlice]):
-    """Statistics against a baseline, slice by slice.
+    """Statistics against a baseline, slice by slice. Equal only to itself, and hashable.
 
     Attributes:
         pair: the two states, statistics first and baseline second.
@@ -411,6 +102,11 @@ class Comparison(Mapping[str, ComparedSlice]):
     def __len__(self) -> int:
         return len(self.pair[0].names)
 
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__
+
     def to_dict(
         self, prefix: str = "", *, quantiles: Sequence[float] = (0.5, 0.99, 0.999), tail: float = 0.999
     ) -> dict[str, float]:
@@ -425,7 +121,7 @@ class Comparison(Mapping[str, ComparedSlice]):
             ``{prefix + slice + "/" + figure: value}``; NaN where a slice has no finite tokens.
         """
         one, two = (state.to_host() for state in self.pair)
-        shifts = log_quantile_shift(one, two, list(quantiles))
+        shifts = abs_log_quantile_shift(one, two, list(quantiles))
         ratio = tail_ratio(one, two, tail)
         moved = wasserstein1(one, two)
         with np.errstate(all="ignore"):
@@ -463,4 +159,4 @@ def compare(stats: Stats, baseline: Stats) -> Comparison:
         TypeError: neither statistics nor a slice of them.
         ValueError: other slices (unless there is one on each side), layout or device.
     """
-    return Comparison(_pair(stats, baseline))
+    return Comparison(pair_of(stats, baseline))

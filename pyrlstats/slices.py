@@ -21,13 +21,23 @@ Tokens beyond the last boundary are a sequence of their own.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
 from pyrlstats._inputs import device_of
-from pyrlstats._sequences import INTEGERS, as_arrays, as_int8, broadcast_to, check_dtype, spread, to_device, trajectory
+from pyrlstats._sequences import (
+    as_arrays,
+    as_int8,
+    as_integers,
+    broadcast_to,
+    smallest,
+    spread,
+    to_device,
+    trajectory,
+)
 from pyrlstats.layout import check_names
 from pyrlstats.slice_stats import SliceStats
 from pyrlstats.state import Array, State, namespace
@@ -81,7 +91,7 @@ class Slices(Mapping[str, Array]):
             return Slices((self.ids + 1) * (mask != 0) - 1, self.names)
         names = [f"{mine}__{theirs}" for mine, theirs in itertools.product(self.names, other.names)]
         arrays = as_arrays(slices=self.ids, other=other.ids)
-        mine, theirs = _small(arrays["slices"], len(names)), _small(arrays["other"], len(names))
+        mine, theirs = smallest(arrays["slices"], len(names)), smallest(arrays["other"], len(names))
         return Slices(_members((mine >= 0) & (theirs >= 0), mine * len(other) + theirs), names)
 
     __rand__ = __and__
@@ -239,6 +249,7 @@ def turn_slices(
         model_mask, tool_mask, response_mask, cu_seqlens, position_ids: as for :func:`tool_slices`.
 
     Raises:
+        TypeError: buckets that are no integers.
         ValueError: as :func:`tool_slices`, or buckets that do not ascend.
     """
     run = trajectory(model_mask, tool_mask, response_mask, cu_seqlens, position_ids)
@@ -305,7 +316,7 @@ def staleness_slices(
         ValueError: buckets that do not ascend, shapes or devices that do not fit, or only one of cu_seqlens and
             n_tokens.
     """
-    version = _as_integers("versions", spread("versions", versions, cu_seqlens, n_tokens))
+    version = as_integers("versions", spread("versions", versions, cu_seqlens, n_tokens))
     xp = namespace(version)
     age = current_version - version
     return _bucketed("stale", xp.clip(age, 0, None), version >= 0, buckets)
@@ -341,7 +352,8 @@ def group_slices(
         ids: integers per token, or per row as ``[B, 1]``, or with ``cu_seqlens`` one a sequence or segment; negative
             is no group. Or a sequence of strings, one a row (a column ``[B, 1]`` comes out) or, with ``cu_seqlens``,
             one a sequence: the names themselves.
-        names: the groups; an integer id is the index into a sequence, or the value in a mapping name -> id.
+        names: the groups, distinct, not empty, without "/"; an integer id is the index into a sequence, or the value
+            in a mapping name -> id.
         other: name of one more slice for the ids that ``names`` lacks; without it they are in no slice.
         cu_seqlens, n_tokens: as for :func:`staleness_slices`.
         device: torch device of the slices made from strings; None gives a NumPy array.
@@ -358,24 +370,27 @@ def group_slices(
         ids = to_device(host if cu_seqlens is not None else host[:, None], device)
     if len(set(codes)) != len(codes):
         raise ValueError(f"names must map to different ids, got {dict(names)}")  # type: ignore[arg-type]
-    value = _as_integers("ids", spread("ids", ids, cu_seqlens, n_tokens))
-    number = _small(as_int8(value != value), len(known) + 1)
+    value = as_integers("ids", spread("ids", ids, cu_seqlens, n_tokens))
+    number = smallest(as_int8(value != value), len(known) + 1)
     for place, code in enumerate(codes, 1):
-        number = number + place * _small(as_int8(value == code), len(known) + 1)
+        number = number + place * smallest(as_int8(value == code), len(known) + 1)
     if other is not None:
-        number = number + (len(known) + 1) * _small(as_int8((number == 0) & (value >= 0)), len(known) + 1)
+        number = number + (len(known) + 1) * smallest(as_int8((number == 0) & (value >= 0)), len(known) + 1)
     return Slices(number - 1, known if other is None else (*known, other))
 
 
 def _bucketed(stem: str, value: Array, member: Array, buckets: Sequence[int]) -> Slices:
-    lowest = [int(bound) for bound in buckets]
+    try:
+        lowest = [operator.index(bound) for bound in buckets]
+    except TypeError:
+        raise TypeError(f"buckets must be integers, got {list(buckets)}") from None
     if not lowest or any(low >= high for low, high in itertools.pairwise(lowest)):
         raise ValueError(f"buckets must be at least one integer, strictly ascending, got {list(buckets)}")
     names = []
     for low, following in itertools.zip_longest(lowest, lowest[1:]):
         last = "up" if following is None else str(following - 1)
         names.append(f"{stem}_{low}" if last == str(low) else f"{stem}_{low}_{last}")
-    reached = _small(as_int8(value >= lowest[0]), len(names))
+    reached = smallest(as_int8(value >= lowest[0]), len(names))
     for bound in lowest[1:]:
         reached = reached + as_int8(value >= bound)
     return Slices(reached * member - 1, names)
@@ -384,18 +399,6 @@ def _bucketed(stem: str, value: Array, member: Array, buckets: Sequence[int]) ->
 def _members(member: Array, index: Array) -> Array:
     """index where ``member``, else -1, in index's dtype."""
     return (index + 1) * member - 1
-
-
-def _small(ids: Array, names: int) -> Array:
-    """ids in the smallest signed integers that hold them."""
-    xp = namespace(ids)
-    return xp.asarray(ids, dtype=xp.int8 if names < 127 else xp.int16 if names < 32767 else xp.int32)
-
-
-def _as_integers(name: str, array: Array) -> Array:
-    check_dtype(name, array, INTEGERS)
-    xp = namespace(array)
-    return xp.asarray(array, dtype=xp.int64)
 
 
 def _is_strings(ids: Any) -> bool:

@@ -291,6 +291,36 @@ def test_merge_and_plus():
             other + first
 
 
+@pytest.mark.parametrize("other", ["a", 3, None, ["a"], {"a": 1}])
+def test_merge_says_what_it_takes(other):
+    got = type(other[0] if isinstance(other, list) else other).__name__
+    with pytest.raises(TypeError, match=f"merge takes SliceStats or an iterable of SliceStats, got {got}"):
+        slice_stats(X, ZEROS).merge(other)
+
+
+def test_results_are_equal_to_themselves_only_and_hashable():
+    one, other = slice_stats(X, ZEROS), slice_stats(X, ZEROS)
+    assert one == one
+    assert one != other
+    assert {one: 1}[one] == 1
+    assert len({one, other}) == 2
+
+
+def test_a_quantile_is_evaluated_once_for_all_slices(monkeypatch):
+    stats = slice_stats(X, ZEROS, MASKS)
+    calls = []
+    original = pyrlstats.quantiles.abs_quantile
+    monkeypatch.setattr(pyrlstats.quantiles, "abs_quantile", lambda *given: calls.append(1) or original(*given))
+    found = [float(view.abs_quantile(0.99)) for view in stats.values() for _ in range(3)]
+    assert len(calls) == 1
+    assert found == [0.5] * 3 + [2.0] * 3
+    for q in np.linspace(0, 1, 1000):
+        stats["pre_tool"].abs_quantile(q)
+    assert len(stats._values_at) <= 64
+    with pytest.raises(ValueError, match="q must lie"):
+        stats["pre_tool"].quantile(2)
+
+
 def test_pooled_means_are_not_means_of_means():
     """3 of 12 tokens and 3 of 4 tokens clipped: 6 of 16, not a half."""
     first = torch.tensor([1.0] * 3 + [0.0] * 9)

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 import pyrlstats
 from pyrlstats.compare import (
+    abs_log_quantile_shift,
     compare,
     jensen_shannon,
     kolmogorov_smirnov,
     ks_noise_floor,
-    log_quantile_shift,
     quantile_shift,
     tail_ratio,
     wasserstein1,
@@ -196,11 +196,11 @@ def test_a_baseline_of_zeros_makes_every_other_value_the_tail() -> None:
     assert ratio.ratio[0] == np.inf
 
 
-def test_log_quantile_shift_is_the_growth_of_the_scale(rng: np.random.Generator) -> None:
+def test_abs_log_quantile_shift_is_the_growth_of_the_scale(rng: np.random.Generator) -> None:
     x = rng.normal(size=20_000)
-    shift = log_quantile_shift(stats_of(2.0 * x), stats_of(x), [0.1, 0.5, 0.99])
+    shift = abs_log_quantile_shift(stats_of(2.0 * x), stats_of(x), [0.1, 0.5, 0.99])
     np.testing.assert_allclose(shift, np.full((1, 3), np.log(2.0)), atol=1e-9)
-    assert log_quantile_shift(stats_of(x), stats_of(np.zeros(3)), 0.5)[0] == np.inf
+    assert abs_log_quantile_shift(stats_of(x), stats_of(np.zeros(3)), 0.5)[0] == np.inf
 
 
 # intervals
@@ -261,10 +261,11 @@ def test_numpy_and_torch_agree_and_the_view_gives_its_row(rng: np.random.Generat
             view = one[name]
             assert float(view.wasserstein1().estimate) == float(wasserstein1(*one.pair).estimate[index])
             assert float(view.kolmogorov_smirnov().hi) == float(kolmogorov_smirnov(*one.pair).hi[index])
+            assert float(view.ks_noise_floor()) == float(ks_noise_floor(*one.pair)[index])
             assert float(view.jensen_shannon()) == float(jensen_shannon(*one.pair)[index])
             assert float(view.tail_ratio(0.9).ratio) == float(tail_ratio(*one.pair, 0.9).ratio[index])
             assert view.quantile_shift([0.5, 0.9]).estimate.shape == (2,)
-            assert float(view.log_quantile_shift(0.9)) == float(log_quantile_shift(*one.pair, 0.9)[index])
+            assert float(view.abs_log_quantile_shift(0.9)) == float(abs_log_quantile_shift(*one.pair, 0.9)[index])
 
 
 def test_two_slices_of_one_state(rng: np.random.Generator) -> None:
@@ -273,7 +274,7 @@ def test_two_slices_of_one_state(rng: np.random.Generator) -> None:
     assert list(between) == ["s1"]
     alone = compare(stats_of(np.zeros(1)), stats_of(np.zeros(1)))
     assert list(alone.to_dict()) == [key.replace("s1/", "s0/") for key in between.to_dict()]
-    assert float(between["s1"].log_quantile_shift(0.5)) > 0.5
+    assert float(between["s1"].abs_log_quantile_shift(0.5)) > 0.5
 
 
 def test_values_compare_too() -> None:
@@ -288,9 +289,21 @@ def test_a_decayed_baseline(kind: str, rng: np.random.Generator) -> None:
     for step in steps:
         baseline.push(stats_of(step, kind))
     change = compare(stats_of(2.0 * steps[-1], kind)["s0"], baseline["s0"])["s0"]
-    assert float(change.log_quantile_shift(0.9)) == pytest.approx(np.log(2.0), abs=0.1)
+    assert float(change.abs_log_quantile_shift(0.9)) == pytest.approx(np.log(2.0), abs=0.1)
     assert float(change.wasserstein1().estimate) == pytest.approx(np.abs(steps[-1]).mean(), rel=0.15)
     assert 0.0 < float(change.jensen_shannon()) < np.log(2.0)
+
+
+def decayed(stats: pyrlstats.SliceStats) -> DecayedStats:
+    return DecayedStats(0.5).push(stats)
+
+
+def test_a_comparison_is_equal_to_itself_only_and_hashable() -> None:
+    stats = stats_of(np.ones(3))
+    one, other = compare(stats, stats), compare(stats, stats)
+    assert one == one
+    assert one != other
+    assert len({one, other}) == 2
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -310,6 +323,8 @@ def test_an_empty_slice_gives_nan(kind: str, empty_side: str) -> None:
         (lambda s: compare(s, stats_of(np.ones((2, 3)))), ValueError, "only the same slices"),
         (lambda s: compare(s, stats_of(np.ones(3), layout=pyrlstats.Layout(4))), ValueError, "different layouts"),
         (lambda s: compare(s, stats_of(np.ones(3), "torch")), ValueError, "states on numpy and cpu"),
+        (lambda s: quantile_interval(decayed(s)["s0"], 0.5), TypeError, "decayed statistics"),
+        (lambda s: abs_quantile_interval(decayed(s)["s0"], 0.5), TypeError, "decayed statistics"),
         (lambda s: compare(s, np.ones(3)), TypeError, "got ndarray"),
         (lambda s: tail_ratio(s, s, 1.5), ValueError, r"q must lie in \[0, 1\]"),
         (lambda s: tail_ratio(s, s, threshold=0.0), ValueError, "threshold must be positive"),

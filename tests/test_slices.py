@@ -366,3 +366,10 @@ def test_slices_compile_without_a_graph_break() -> None:
     mask, boundaries = torch.tensor([1, 0, 1, 1, 0, 1, 1, 0]), torch.tensor([0, 3, 8])
     compiled = torch.compile(ids, backend="aot_eager", fullgraph=True)
     assert compiled(mask, boundaries).tolist() == ids(mask, boundaries).tolist()
+
+
+@pytest.mark.parametrize("buckets", [(0, 1.9), (0.0, 1.0), ("0", "1")])
+def test_buckets_must_be_integers(buckets: Any) -> None:
+    with pytest.raises(TypeError, match="buckets must be integers"):
+        turn_slices(np.ones(3), buckets=buckets)
+    assert turn_slices(np.ones(3), buckets=np.array([0, 2])).names == ("turn_0_1", "turn_2_up")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pickle
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pyrlstats
+from pyrlstats.slices import tool_slices
 from pyrlstats.values import (
     VALUE_LAYOUT,
     ValueAccumulator,
@@ -158,6 +159,61 @@ def test_other_statistics_are_not_merged() -> None:
         value_stats(x) + pyrlstats.slice_stats(x, x)
 
 
+def test_what_has_another_kind_is_named() -> None:
+    x = np.array([1.0])
+    values, ratios = value_stats(x), pyrlstats.slice_stats(x, x)
+    assert (type(values).kind, type(ratios).kind) == ("value", "log_ratio")
+    for other in (ratios, [values, ratios], "all", 3, None):
+        got = type(other[1] if isinstance(other, list) else other).__name__
+        with pytest.raises(TypeError, match=f"merge takes ValueStats or an iterable of ValueStats, got {got}"):
+            values.merge(other)
+    with pytest.raises(TypeError, match="merge takes ValueAccumulator, ValueStats or an iterable of them, got"):
+        ValueAccumulator(["all"]).merge(ratios)
+
+
+def test_results_are_equal_to_themselves_only_and_hashable() -> None:
+    x = np.array([1.0, 2.0])
+    for make in (lambda: value_stats(x), lambda: explained_variance(x, x), lambda: group_reward_stats(x, group_size=2)):
+        one, other = make(), make()
+        assert one == one
+        assert one != other
+        assert len({one, other, one}) == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_are_pickled_in_numpy_memory_and_merge_with_tensors(kind: str) -> None:
+    x = array(kind, [1.0, 2.0, 4.0])
+    for one in (value_stats(x), explained_variance(x, x**2), group_reward_stats(x, group_size=3)):
+        copy = pickle.loads(pickle.dumps(one))
+        arrays = [copy.state.buffer] if isinstance(copy, ValueStats) else list(vars(copy).values())
+        assert not any(isinstance(value, torch.Tensor) for value in arrays)
+        for pooled in (one.merge(copy), copy.merge(one), deepcopy(copy) + one):
+            assert pooled.to_dict() == pytest.approx((one + one).to_dict(), nan_ok=True)
+
+
+def test_a_table_in_a_notebook() -> None:
+    html = value_stats(np.array([1.0, 2.0]), names=["<b>"])._repr_html_()
+    assert "&lt;b&gt;" in html
+    assert html.count("<tr>") == 2
+
+
+def test_accumulators_of_values_reduce_as_those_of_log_ratios(tmp_path: Path) -> None:
+    dist = torch.distributed
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        accumulator = ValueAccumulator(["all"]).update(torch.tensor([1.0, 3.0]))
+        handle = accumulator.all_reduce(async_op=True)
+        assert handle.wait() is accumulator
+        assert float(accumulator.compute()["all"].mean) == 2.0
+        with pytest.raises(RuntimeError, match="reset"):
+            accumulator.update(torch.ones(1))
+        accumulator.reset().update(torch.tensor([5.0]))
+        assert accumulator.all_reduce() is accumulator
+        assert float(accumulator.compute()["all"].mean) == 5.0
+    finally:
+        dist.destroy_process_group()
+
+
 def test_copies_by_bytes_pickle_and_state_dict() -> None:
     stats = value_stats(torch.tensor([1.0, -2.0, 0.0]))
     copies = [
@@ -171,7 +227,28 @@ def test_copies_by_bytes_pickle_and_state_dict() -> None:
         assert copy.to_dict() == stats.to_dict()
 
 
+def test_names_of_slices_are_left_alone_in_errors() -> None:
+    for x, masks in (
+        (np.ones(2), {"my_logp_slice": np.ones(3)}),
+        (np.ones(2), {"my_logp_slice": np.array(["a", "b"])}),
+    ):
+        for call in (
+            lambda: value_stats(x, masks),  # noqa: B023
+            lambda: explained_variance(x, x, masks),  # noqa: B023
+            lambda: ValueAccumulator(["my_logp_slice"]).update(x, masks),  # noqa: B023
+        ):
+            with pytest.raises((ValueError, TypeError), match="mask of slice 'my_logp_slice' must"):
+                call()
+
+
 def test_errors_name_the_argument_that_was_given() -> None:
+    accumulator = ValueAccumulator(["all"], device="cpu")
+    with pytest.raises(ValueError, match="x must be on the accumulator's device cpu, got meta"):
+        accumulator.update(torch.ones(2, device="meta"))
+    with pytest.raises(ValueError, match="mask must be on x's device cpu, got meta"):
+        value_stats(torch.ones(2), mask=torch.ones(2, device="meta"))
+    with pytest.raises(ValueError, match=r"masks must hold exactly the slices \['all'\]: missing"):
+        accumulator.update(torch.ones(2), {"other": torch.ones(2)})
     with pytest.raises(ValueError, match=r"must broadcast to x's shape \(2,\)"):
         value_stats(np.ones(2), np.ones(3))
     with pytest.raises(TypeError, match="x must have one of the dtypes"):
@@ -232,49 +309,35 @@ def test_explained_variance_of_equal_returns_and_of_good_and_bad_critics() -> No
     assert np.isnan(float(explained_variance(returns, np.full(3, 0.1))["all"]))
 
 
-def on_ranks(monkeypatch: pytest.MonkeyPatch, works: list[Callable[[], Any]]) -> list[Any]:
-    """What each rank's work returns, with ranks as threads and a sum between them as ``all_reduce``."""
-    n = len(works)
-    barrier, shared = threading.Barrier(n, timeout=60), [None] * n
-    rank = threading.local()
-
-    def all_reduce(tensor: torch.Tensor, group: Any = None) -> None:
-        shared[rank.number] = tensor.clone()
-        barrier.wait()
-        total = sum(shared)
-        barrier.wait()
-        tensor.copy_(total)
-
-    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
-
-    def run(number: int) -> Any:
-        rank.number = number
-        return works[number]()
-
-    with ThreadPoolExecutor(n) as pool:
-        return list(pool.map(run, range(n)))
+@pytest.mark.parametrize("kind", KINDS)
+def test_pairs_whose_id_names_no_slice_are_counted(kind: str) -> None:
+    x = array(kind, [1.0, 2.0, 3.0, 4.0])
+    mask = array(kind, [1, 1, 1, 0])
+    for dtype, big in ((np.int64, 9), (np.uint8, 200), (np.uint64, 2**63 + 1)):
+        ids = array(kind, [0, 0, big, big], dtype)
+        critic = explained_variance(x, x**2, slice_ids=ids, names=["a"], mask=mask)
+        assert (int(critic.n[0]), int(critic.n_out_of_range)) == (2, 1)
+        assert (critic + critic).to_dict("c/")["c/n_out_of_range"] == 2
 
 
-PARTS = (slice(0, 40), slice(40, 60), slice(60, 60))
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: explained_variance(x, x, {"a": np.ones(2, np.complex64)}),
+        lambda x: explained_variance(x, x, slice_ids=np.zeros(2), names=["a"]),
+        lambda x: explained_variance(x, x, mask=np.array(["a", "b"])),
+        lambda x: explained_variance(x, x, np.ma.masked_array(np.ones(2), [0, 1])),
+    ],
+)
+def test_explained_variance_refuses_what_slice_stats_refuses(call: Callable[[Any], Any]) -> None:
+    with pytest.raises(TypeError, match="must"):
+        call(np.ones(2))
 
 
-def test_explained_variance_over_ranks_is_that_of_all_pairs(
-    monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
-) -> None:
-    returns = torch.from_numpy(rng.normal(size=60) + 1e6)
-    values = returns + torch.from_numpy(rng.normal(size=60))
-    works = [lambda part=part: explained_variance(values[part], returns[part]).all_reduce() for part in PARTS]
-    want = explained_variance(values, returns).to_dict()
-    for got in on_ranks(monkeypatch, works):
-        assert got.to_dict() == pytest.approx(want, rel=1e-9)
-
-
-def test_groups_over_ranks_are_all_groups(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
-    table = torch.from_numpy(rng.integers(0, 2, (60, 3)))
-    works = [lambda part=part: group_reward_stats(table[part]).all_reduce() for part in PARTS]
-    for got in on_ranks(monkeypatch, works):
-        assert got.to_dict() == pytest.approx(group_reward_stats(table).to_dict(), rel=1e-9)
-        assert got.n_groups.dtype == torch.int64
+def test_explained_variance_takes_a_family_of_slices() -> None:
+    family = tool_slices(np.array([1, 1, 0, 1]))
+    critic = explained_variance(np.arange(4.0), np.arange(4.0), family)
+    assert critic.n.tolist() == [0, 2, 1]
 
 
 @pytest.mark.parametrize(
@@ -339,6 +402,27 @@ def test_groups_by_id(kind: str, pairs: list[tuple[int, float]], cut: int) -> No
     assert of(pairs).to_dict() == wanted
     halves = [[pair for pair in pairs if pair[0] < cut], [pair for pair in pairs if pair[0] >= cut]]
     assert (of(halves[0]) + of(halves[1])).to_dict() == wanted
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["bool", "int8", "int16", "uint8", "uint16", "uint32", "uint64"])
+def test_groups_by_ids_of_any_integers(kind: str, dtype: str) -> None:
+    ids = array(kind, [1, 0, 1, 0], dtype)
+    assert int(group_reward_stats(array(kind, [1.0, 0.0, 1.0, 1.0]), ids).n_zero_variance) == 1
+    if dtype == "uint64":
+        far = array(kind, [2**63 + 1, 1, 2**63 + 1, 1], dtype)
+        assert int(group_reward_stats(array(kind, [1.0, 0.0, 1.0, 1.0]), far).n_groups) == 2
+
+
+def test_groups_of_other_rewards_of_failure_and_success_do_not_merge() -> None:
+    table = np.array([[0.0, 0.0], [1.0, 1.0]])
+    one, two = group_reward_stats(table), group_reward_stats(table, low=-1.0)
+    before = one.to_dict(), two.to_dict()
+    with pytest.raises(ValueError, match="low=0 and high=1 and with low=-1 and high=1 cannot be merged"):
+        one.merge(two)
+    assert (one.to_dict(), two.to_dict()) == before
+    with pytest.raises(TypeError, match="merge takes GroupRewardStats, got str"):
+        one.merge("a")
 
 
 @pytest.mark.parametrize("kind", KINDS)

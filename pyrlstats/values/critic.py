@@ -6,14 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pyrlstats._inputs import Masks, _as_array, _broadcast, _masks_by_name, _on_common_ground, resolve_names
+from pyrlstats._inputs import Masks, gate
 from pyrlstats.state import Array, namespace
-from pyrlstats.values.stats import _floats, _naming
+from pyrlstats.values.arguments import as_floats, prepared
+from pyrlstats.values.pooling import Poolable, pooled
 
 
 @dataclass(frozen=True, eq=False)
-class ExplainedVariance(Mapping[str, Any]):
+class ExplainedVariance(Poolable, Mapping[str, Any]):
     """How much of the returns' variance the predicted values explain, slice by slice; mergeable.
+
+    Equal only to itself, and hashable.
 
     Attributes:
         names: the slices, in order.
@@ -21,6 +24,7 @@ class ExplainedVariance(Mapping[str, Any]):
         n_non_finite: int64 (S,), pairs with a NaN or infinite value or return: excluded.
         mean_return, mean_error: float64 (S,), means of the returns and of ``return - value``; 0 where n is 0.
         m2_return, m2_error: float64 (S,), sums of squared deviations from those means.
+        n_out_of_range: int64, 0-d, pairs whose slice id named no slice: they are in none.
     """
 
     names: tuple[str, ...]
@@ -30,6 +34,7 @@ class ExplainedVariance(Mapping[str, Any]):
     m2_return: Array
     mean_error: Array
     m2_error: Array
+    n_out_of_range: Array
 
     def __getitem__(self, name: str) -> Array:
         """The explained variance of one slice, 0-d."""
@@ -43,6 +48,11 @@ class ExplainedVariance(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self.names)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__
 
     @property
     def explained_variance(self) -> Array:
@@ -73,50 +83,32 @@ class ExplainedVariance(Mapping[str, Any]):
         """The same of the pairs of both, by Chan, Golub and LeVeque's update: nothing cancels. Does not sync.
 
         Raises:
-            ValueError: other slices.
+            TypeError: something else than an ExplainedVariance.
+            ValueError: other slices, or tensors on different devices.
         """
-        if self.names != other.names:
-            raise ValueError(f"explained variances of different slices cannot be merged: {self.names}, {other.names}")
+        mine, theirs = self._with(other)
+        if mine.names != theirs.names:
+            raise ValueError(f"explained variances of different slices cannot be merged: {mine.names}, {theirs.names}")
         moments: dict[str, Array] = {}
         for what in ("return", "error"):
             mean_name, m2_name = f"mean_{what}", f"m2_{what}"
-            moments[mean_name], moments[m2_name] = _pooled(
-                (self.n, getattr(self, mean_name), getattr(self, m2_name)),
-                (other.n, getattr(other, mean_name), getattr(other, m2_name)),
+            moments[mean_name], moments[m2_name] = pooled(
+                (mine.n, getattr(mine, mean_name), getattr(mine, m2_name)),
+                (theirs.n, getattr(theirs, mean_name), getattr(theirs, m2_name)),
             )
-        return ExplainedVariance(self.names, self.n + other.n, self.n_non_finite + other.n_non_finite, **moments)
-
-    def __add__(self, other: object) -> ExplainedVariance:
-        return self.merge(other) if isinstance(other, ExplainedVariance) else NotImplemented
-
-    def __radd__(self, other: object) -> ExplainedVariance:
-        return self if other == 0 else NotImplemented  # sum() starts at 0
-
-    def all_reduce(self, group: Any = None) -> ExplainedVariance:
-        """The pooled one of all ranks: two SUM collectives of fixed size, no sync. Torch inputs only.
-
-        Every rank of the group must call it, with or without pairs, with the same slices.
-        """
-        import torch
-        import torch.distributed as dist
-
-        n = self.n.to(torch.float64)
-        first = torch.stack((n, self.n_non_finite.to(torch.float64), n * self.mean_return, n * self.mean_error))
-        dist.all_reduce(first, group=group)
-        total = first[0].clamp(min=1.0)
-        means = first[2:] / total
-        own = torch.stack((self.mean_return, self.mean_error))
-        second = torch.stack((self.m2_return, self.m2_error)) + n * (own - means) ** 2
-        dist.all_reduce(second, group=group)
-        counts = first[:2].to(torch.int64)
-        return ExplainedVariance(self.names, counts[0], counts[1], means[0], second[0], means[1], second[1])
+        counts = ("n", "n_non_finite", "n_out_of_range")
+        added = {name: getattr(mine, name) + getattr(theirs, name) for name in counts}
+        return ExplainedVariance(names=mine.names, **added, **moments)
 
     def to_dict(self, prefix: str = "") -> dict[str, float]:
-        """``{prefix + slice + "/" + statistic: value}`` as Python numbers. One copy to the host: syncs on a GPU."""
+        """``{prefix + slice + "/" + statistic: value}`` and ``prefix + "n_out_of_range"`` as Python numbers.
+
+        Copies to the host: syncs on a GPU.
+        """
         keys = ("explained_variance", "error_mean", "error_std", "return_std", "n", "n_non_finite")
         xp = namespace(self.n)
         table = xp.stack([xp.asarray(getattr(self, key), dtype=xp.float64) for key in keys]).T.tolist()
-        return {
+        return {f"{prefix}n_out_of_range": int(self.n_out_of_range)} | {
             f"{prefix}{name}/{key}": int(value) if key.startswith("n") else value
             for name, row in zip(self.names, table, strict=True)
             for key, value in zip(keys, row, strict=True)
@@ -124,16 +116,6 @@ class ExplainedVariance(Mapping[str, Any]):
 
     def __repr__(self) -> str:
         return f"ExplainedVariance({self.to_dict()})"
-
-
-def _pooled(one: tuple[Array, Array, Array], two: tuple[Array, Array, Array]) -> tuple[Array, Array]:
-    """Mean and sum of squared deviations of two parts given as (n, mean, m2)."""
-    (n_one, mean_one, m2_one), (n_two, mean_two, m2_two) = one, two
-    xp = namespace(n_one)
-    # float64 by hand: torch divides integers in float32
-    share = xp.asarray(n_two, dtype=xp.float64) / xp.clip(n_one + n_two, 1, None)
-    gap = mean_two - mean_one
-    return mean_one + gap * share, m2_one + m2_two + gap**2 * n_one * share
 
 
 def explained_variance(
@@ -151,7 +133,7 @@ def explained_variance(
     show: see ``error_mean``.
 
     Args:
-        values: predicted values, any shape; float32, bfloat16, float16 or float64.
+        values: predicted values, any shape; the dtypes of :func:`value_stats`.
         returns: of the same shape.
         masks, slice_ids, names, mask: as for :func:`pyrlstats.slice_stats`.
 
@@ -163,42 +145,33 @@ def explained_variance(
         TypeError: not an array, or a dtype that is not accepted.
         ValueError: shapes, devices or names that do not fit.
     """
-    arrays = {"values": _floats("values", values), "returns": _floats("returns", returns)}
-    shape = tuple(arrays["values"].shape)
-    if tuple(arrays["returns"].shape) != shape:
-        raise ValueError(f"returns must have values' shape {shape}, got {tuple(arrays['returns'].shape)}")
-    checked = resolve_names(masks, slice_ids, names)
-    own = {}
-    if masks is not None:
-        own = dict(zip(checked, _masks_by_name(masks, checked), strict=True))
-        arrays |= {f"mask of slice {name!r}": _as_array(name, one) for name, one in own.items()}
-    if slice_ids is not None:
-        arrays["slice_ids"] = _as_array("slice_ids", slice_ids)
-    elif masks is None and len(checked) != 1:
-        raise ValueError(f"masks are needed for the slices {list(checked)}: give a mapping name -> mask")
-    if mask is not None:
-        arrays["mask"] = _as_array("mask", mask)
-    arrays = _on_common_ground(arrays)
-    with _naming("values"):
-        arrays = {key: _broadcast(key, array, shape) for key, array in arrays.items()}
-    xp = namespace(arrays["values"])
-    target = xp.asarray(arrays["returns"], dtype=xp.float64)
-    error = target - xp.asarray(arrays["values"], dtype=xp.float64)
+    pair = {"values": as_floats("values", values), "returns": as_floats("returns", returns)}
+    arrays, given = prepared(pair, masks, slice_ids, mask, names)
+    checked = given["names"]
+    batch = gate(arrays["values"], arrays["returns"], given["masks"], given["slice_ids"], given["mask"], checked)
+    xp = namespace(batch.logp)
+    target = xp.asarray(batch.old_logp, dtype=xp.float64)
+    error = target - xp.asarray(batch.logp, dtype=xp.float64)
     finite = xp.isfinite(error) & xp.isfinite(target)  # inf - inf is NaN
     target, error = (xp.where(finite, x, 0.0) for x in (target, error))
-    inside = arrays["mask"] != 0 if mask is not None else xp.ones_like(finite)
+    inside = batch.base_mask != 0 if batch.base_mask is not None else xp.ones_like(finite)
+    members, out_of_range = [inside] * len(checked), xp.zeros_like(finite.sum())
+    if batch.masks is not None:
+        members = [inside & (one != 0) for one in batch.masks]
+    elif batch.slice_ids is not None:
+        ids = xp.asarray(batch.slice_ids, dtype=xp.int64)
+        beyond = ids >= len(checked)
+        if str(batch.slice_ids.dtype).endswith("uint64"):
+            beyond = beyond | (ids < 0)  # above 2^63 it turns negative
+        members = [inside & (ids == index) for index in range(len(checked))]
+        out_of_range = (inside & beyond).sum()
     rows = []
-    for index, name in enumerate(checked):
-        member = inside
-        if own:
-            member = inside & (arrays[f"mask of slice {name!r}"] != 0)
-        elif slice_ids is not None:
-            member = inside & (arrays["slice_ids"] == index)
+    for member in members:
         chosen = member & finite
         n, weight = chosen.sum(), xp.asarray(chosen, dtype=xp.float64)
         rows.append((n, (member & ~finite).sum(), *_moments(target, weight, n), *_moments(error, weight, n)))
     n, bad, mean_return, m2_return, mean_error, m2_error = (xp.stack(column) for column in zip(*rows, strict=True))
-    return ExplainedVariance(checked, n, bad, mean_return, m2_return, mean_error, m2_error)
+    return ExplainedVariance(checked, n, bad, mean_return, m2_return, mean_error, m2_error, out_of_range)
 
 
 def _moments(x: Array, weight: Array, n: Array) -> tuple[Array, Array]:

@@ -7,20 +7,22 @@ from typing import Any
 
 import numpy as np
 
-from pyrlstats._inputs import _as_array, _check_dtype, _on_common_ground, device_of
+from pyrlstats._inputs import _INTEGERS, _as_array, _check_dtype, _on_common_ground, device_of
+from pyrlstats._sequences import arange
 from pyrlstats.state import Array, namespace
-from pyrlstats.values.critic import _pooled
-from pyrlstats.values.stats import _INTEGERS, _floats
+from pyrlstats.values.arguments import as_floats
+from pyrlstats.values.pooling import Poolable, pooled
 
 
 @dataclass(frozen=True, eq=False)
-class GroupRewardStats:
+class GroupRewardStats(Poolable):
     """Rewards within the groups of one prompt (GRPO, RLOO, DAPO): sums, so that batches add up.
 
     A group of which all rewards are equal has advantage 0 everywhere and teaches nothing. Fractions are over the
     groups of at least two finite rewards, ``n_groups``.
 
     Attributes, 0-d, counts int64 and sums float64:
+        low, high: numbers, the rewards of failure and of success.
         n_rewards: finite rewards, in groups of any size.
         n_non_finite: NaN and infinite rewards: excluded.
         n_groups: groups of at least two finite rewards.
@@ -33,6 +35,8 @@ class GroupRewardStats:
         mean_of_means, m2_of_means: mean over the groups of their mean reward, and sum of squared deviations from it.
     """
 
+    low: float
+    high: float
     n_rewards: Array
     n_non_finite: Array
     n_groups: Array
@@ -86,39 +90,24 @@ class GroupRewardStats:
         return namespace(self.n_groups).sqrt(self._over(self.m2_of_means, self.n_groups))
 
     def merge(self, other: GroupRewardStats) -> GroupRewardStats:
-        """The same of the groups of both. A group must lie in one of them whole. Does not sync."""
-        added = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
-        added["mean_of_means"], added["m2_of_means"] = _pooled(
-            (self.n_groups, self.mean_of_means, self.m2_of_means),
-            (other.n_groups, other.mean_of_means, other.m2_of_means),
+        """The same of the groups of both. A group must lie in one of them whole. Does not sync.
+
+        Raises:
+            TypeError: something else than GroupRewardStats.
+            ValueError: another ``low`` or ``high``, or tensors on different devices.
+        """
+        mine, theirs = self._with(other)
+        makes = [f"low={one.low:g} and high={one.high:g}" for one in (mine, theirs)]
+        if (mine.low, mine.high) != (theirs.low, theirs.high):
+            raise ValueError(f"groups with {makes[0]} and with {makes[1]} cannot be merged: make both with the same")
+        names = [field.name for field in fields(self)]
+        added = {name: getattr(mine, name) + getattr(theirs, name) for name in names}
+        added |= {"low": mine.low, "high": mine.high}
+        added["mean_of_means"], added["m2_of_means"] = pooled(
+            (mine.n_groups, mine.mean_of_means, mine.m2_of_means),
+            (theirs.n_groups, theirs.mean_of_means, theirs.m2_of_means),
         )
         return GroupRewardStats(**added)
-
-    def __add__(self, other: object) -> GroupRewardStats:
-        return self.merge(other) if isinstance(other, GroupRewardStats) else NotImplemented
-
-    def __radd__(self, other: object) -> GroupRewardStats:
-        return self if other == 0 else NotImplemented  # sum() starts at 0
-
-    def all_reduce(self, group: Any = None) -> GroupRewardStats:
-        """That of the groups of all ranks: two SUM collectives of fixed size, no sync. Torch inputs only.
-
-        Every rank of the process group must call it. A group of rewards must lie on one rank whole.
-        """
-        import torch
-        import torch.distributed as dist
-
-        names = [field.name for field in fields(self)]
-        first = torch.stack([getattr(self, name).to(torch.float64) for name in names])
-        mean, m2 = names.index("mean_of_means"), names.index("m2_of_means")
-        first[mean] *= self.n_groups
-        dist.all_reduce(first, group=group)
-        average = first[mean] / first[names.index("n_groups")].clamp(min=1.0)
-        around = self.m2_of_means + self.n_groups * (self.mean_of_means - average) ** 2
-        dist.all_reduce(around, group=group)
-        first[mean], first[m2] = average, around
-        pairs = zip(names, first, strict=True)
-        return GroupRewardStats(**{name: value.to(getattr(self, name).dtype) for name, value in pairs})
 
     def to_dict(self, prefix: str = "") -> dict[str, float]:
         """``{prefix + statistic: value}`` as Python numbers. One copy to the host: syncs on a GPU."""
@@ -147,7 +136,7 @@ def group_reward_stats(
     Args:
         rewards: one a trajectory: ``(G, K)``, a group a row; or any shape with ``group_ids`` or ``group_size``.
             Floats, integers or bool.
-        group_ids: of rewards' shape: any integers, or strings in a NumPy array or a list; equal = one group.
+        group_ids: of rewards' shape: any integers or bool, or strings in a NumPy array or a list; equal = one group.
         group_size: rewards in row-major order form groups of so many.
         low, high: the rewards of failure and of success.
 
@@ -161,7 +150,7 @@ def group_reward_stats(
     """
     if group_ids is not None and group_size is not None:
         raise ValueError("group_ids and group_size exclude each other: give one of them")
-    arrays = {"rewards": _floats("rewards", rewards)}
+    arrays = {"rewards": as_floats("rewards", rewards)}
     if group_ids is not None:
         arrays["group_ids"] = _group_ids(group_ids, arrays["rewards"])
     arrays = _on_common_ground(arrays)
@@ -177,7 +166,7 @@ def group_reward_stats(
             size = shape[1]
         elif size < 1 or count % size:
             raise ValueError(f"group_size must be at least 1 and divide the {count} rewards, got {size}")
-        group = _arange(count, array) // max(size, 1)
+        group = arange(count, array) // max(size, 1)
         flat = xp.asarray(array.reshape(-1), dtype=xp.float64)
     else:
         ids = arrays["group_ids"]
@@ -188,7 +177,7 @@ def group_reward_stats(
         begins = xp.concatenate((ordered[:1] != ordered[:1], ordered[1:] != ordered[:-1]))
         group = xp.cumsum(begins, -1)
         flat = xp.asarray(array.reshape(-1), dtype=xp.float64)[order]
-    return _group_sums(flat, group, low, high)
+    return _group_sums(flat, group, float(low), float(high))
 
 
 def _group_sums(reward: Array, group: Array, low: float, high: float) -> GroupRewardStats:
@@ -210,6 +199,8 @@ def _group_sums(reward: Array, group: Array, low: float, high: float) -> GroupRe
     average = xp.where(real, means, 0.0).sum() / xp.clip(n_groups, 1, None)
     std = xp.sqrt(m2 / xp.clip(n - 1.0, 1.0, None))
     return GroupRewardStats(
+        low=low,
+        high=high,
         n_rewards=finite.sum(),
         n_non_finite=(~finite).sum(),
         n_groups=n_groups,
@@ -255,16 +246,13 @@ def _group_ids(group_ids: Any, like: Array) -> Array:
 
         return torch.from_numpy(codes).to(device_of(like), non_blocking=True)
     ids = _as_array("group_ids", group_ids)
-    _check_dtype("group_ids", ids, _INTEGERS)
-    return ids
+    _check_dtype("group_ids", ids, ("bool", *_INTEGERS))
+    # torch can do little with unsigned integers; a uint64 above 2^63 turns negative, which keeps ids apart
+    xp = namespace(ids)
+    return ids if xp is np else ids.to(xp.int64)
 
 
 def _stable_order(ids: Array) -> Array:
     if isinstance(ids, np.ndarray):
         return np.argsort(ids, kind="stable")
     return ids.argsort(dim=-1, stable=True)
-
-
-def _arange(n: int, like: Array) -> Array:
-    xp = namespace(like)
-    return np.arange(n) if xp is np else xp.arange(n, device=like.device)

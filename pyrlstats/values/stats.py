@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 
-from pyrlstats import quantiles as _quantiles
 from pyrlstats import stats as _stats
-from pyrlstats._inputs import (
-    Masks,
-    _as_array,
-    _check_dtype,
-)
+from pyrlstats._inputs import Masks, device_of
 from pyrlstats.accumulator import SliceAccumulator
 from pyrlstats.api import slice_stats
 from pyrlstats.layout import Layout
-from pyrlstats.quantiles import Histogram, Numbers
-from pyrlstats.slice_stats import SliceStats, percentile_name
+from pyrlstats.results import Statistic, Statistics, View, scalars_of
+from pyrlstats.slice_stats import SliceStats
 from pyrlstats.state import Array, State, namespace
+from pyrlstats.values.arguments import as_floats, prepared
 
 VALUE_LAYOUT = Layout(max_exp=40)
 QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
 ABS_QUANTILES: tuple[float, ...] = ()
-
-_INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "bool")
-_FLOATS = ("float32", "bfloat16", "float16", "float64")
-
 
 # What follows are functions of a whole state, (S,) each, like those of pyrlstats.stats, in the values' own unit.
 
@@ -82,241 +73,49 @@ def negative_fraction(state: State) -> Array:
     return _share(state, state.histogram[:, : state.layout.bins_per_sign].sum(-1))
 
 
-class _Statistic:
-    """A property of a view: one row of a function of the whole state, evaluated once for all slices."""
-
-    def __init__(self, function: Callable[[State], Array]) -> None:
-        self.function = function
-        self.__doc__ = function.__doc__
-
-    def __get__(self, view: ValueView | None, owner: type[ValueView]) -> Any:
-        if view is None:
-            return self
-        return view._stats._evaluate(self.function)[view._index]
-
-
-class ValueView:
-    """The statistics of one slice of values, as 0-d values on the state's device.
+class ValueView(View):
+    """The statistics of one slice of values, as 0-d values on the state's device; quantiles are of the values.
 
     Counts are int64, everything else float64, in the unit of the values; NaN for a slice without finite values.
     Reading one does not sync.
     """
 
-    __slots__ = ("_index", "_stats")
+    __slots__ = ()
 
-    n_values = _Statistic(n_values)
-    n_finite = _Statistic(_stats.n_finite)
-    n_nan = _Statistic(_stats.n_nan)
-    n_pos_inf = _Statistic(_stats.n_pos_inf)
-    n_neg_inf = _Statistic(_stats.n_neg_inf)
-    n_zero = _Statistic(_stats.n_zero)
-    zero_fraction = _Statistic(_stats.zero_fraction)
-    positive_fraction = _Statistic(positive_fraction)
-    negative_fraction = _Statistic(negative_fraction)
-    mean = _Statistic(mean)
-    std = _Statistic(std)
-    min = _Statistic(minimum)
-    max = _Statistic(maximum)
-    abs_mean = _Statistic(abs_mean)
-
-    def __init__(self, stats: ValueStats, index: int) -> None:
-        self._stats = stats
-        self._index = index
-
-    def quantile(self, q: Numbers) -> Array:
-        """Quantile of the values: 0-d for a number, (len(q),) for a sequence.
-
-        The inverted CDF, interpolated inside a bin of relative width at most 2^-mantissa_bits and cut to
-        [min, max]; q = 0 and 1 are exact. Of a lattice (rewards 0 and 1, lengths) it can give a value between two
-        points: ``quantile_bounds`` holds the true one.
-
-        Raises:
-            ValueError: a q outside [0, 1].
-        """
-        return _quantiles.quantile(self._stats.state, q)[self._index]
-
-    def quantile_bounds(self, q: Numbers) -> tuple[Array, Array]:
-        """Certified (lo, hi) around the true quantile, each shaped like ``quantile(q)``."""
-        lo, hi = _quantiles.quantile_bounds(self._stats.state, q)
-        return lo[self._index], hi[self._index]
-
-    def abs_quantile(self, q: Numbers) -> Array:
-        """Quantile of the magnitudes, shaped like ``quantile(q)``."""
-        return _quantiles.abs_quantile(self._stats.state, q)[self._index]
-
-    def abs_quantile_bounds(self, q: Numbers) -> tuple[Array, Array]:
-        """Certified (lo, hi) around the true quantile of the magnitudes, each shaped like ``quantile(q)``."""
-        lo, hi = _quantiles.abs_quantile_bounds(self._stats.state, q)
-        return lo[self._index], hi[self._index]
-
-    def cdf(self, x: Numbers) -> Array:
-        """Share of values <= x, linear inside a bin: 0-d for a number, (len(x),) for a sequence."""
-        return self._stats._quietly(_quantiles.cdf, x)[self._index]
-
-    def tail_mass(self, x: Numbers) -> Array:
-        """Share of magnitudes > x, linear inside a bin: 0-d for a number, (len(x),) for a sequence."""
-        return self._stats._quietly(_quantiles.tail_mass, x)[self._index]
-
-    def histogram(self) -> Histogram:
-        """Counts (2P + 1,) and edges (2P + 2,), as ``numpy.histogram`` returns them; zeros have a bin."""
-        counts, edges = _quantiles.histogram(self._stats.state)
-        return Histogram(counts[self._index], edges)
-
-    def __repr__(self) -> str:
-        name = self._stats.state.names[self._index]
-        return f"ValueView({name!r})\n{_table(self._stats, [name])}"
+    n_values = Statistic(n_values)
+    n_finite = Statistic(_stats.n_finite)
+    n_nan = Statistic(_stats.n_nan)
+    n_pos_inf = Statistic(_stats.n_pos_inf)
+    n_neg_inf = Statistic(_stats.n_neg_inf)
+    n_zero = Statistic(_stats.n_zero)
+    zero_fraction = Statistic(_stats.zero_fraction)
+    positive_fraction = Statistic(positive_fraction)
+    negative_fraction = Statistic(negative_fraction)
+    mean = Statistic(mean)
+    std = Statistic(std)
+    min = Statistic(minimum)
+    max = Statistic(maximum)
+    abs_mean = Statistic(abs_mean)
 
 
-SCALARS: tuple[str, ...] = tuple(name for name, value in vars(ValueView).items() if isinstance(value, _Statistic))
+SCALARS = scalars_of(ValueView)
 
 
-class ValueStats(Mapping[str, ValueView]):
-    """Statistics of a quantity in every slice: ``stats["post_tool"].quantile(0.99)``.
+class ValueStats(Statistics[ValueView]):
+    """Statistics of a quantity in every slice: ``stats["post_tool"].quantile(0.99)``. Equal only to itself.
 
     Attributes:
         state: the mergeable :class:`~pyrlstats.state.State` behind it, of x = value.
     """
 
     kind = "value"
-
-    def __init__(self, state: State) -> None:
-        self.state = state
-        self._values: dict[Callable[[State], Array], Array] = {}
-
-    def __getitem__(self, name: str) -> ValueView:
-        try:
-            return ValueView(self, self.state.names.index(name))
-        except ValueError:
-            raise KeyError(f"no slice {name!r}; there are {list(self.state.names)}") from None
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.state.names)
-
-    def __len__(self) -> int:
-        return len(self.state.names)
-
-    @property
-    def n_out_of_range(self) -> Array:
-        """Values whose slice id named no slice (0-d int64): they are in none, and counted here."""
-        return self.state.count("n_out_of_range").sum()
-
-    def merge(self, other: ValueStats | Iterable[ValueStats]) -> ValueStats:
-        """The pooled statistics of this and ``other``, one or several, as if all values had come in one call.
-
-        None is changed. Does not sync.
-
-        Raises:
-            ValueError: other slices, layout or device.
-        """
-        merged = self.state.copy()
-        for one in [other] if isinstance(other, ValueStats) else other:
-            merged.merge_(one.state)
-        return ValueStats(merged)
-
-    def __add__(self, other: object) -> ValueStats:
-        return self.merge(other) if isinstance(other, ValueStats) else NotImplemented
-
-    def __radd__(self, other: object) -> ValueStats:
-        return self if other == 0 else NotImplemented  # sum() starts at 0
-
-    def to(self, device: Any) -> ValueStats:
-        """The same statistics on a torch device."""
-        return ValueStats(SliceStats(self.state).to(device).state)
-
-    def to_dict(
-        self,
-        prefix: str = "",
-        *,
-        quantiles: Sequence[float] = QUANTILES,
-        abs_quantiles: Sequence[float] = ABS_QUANTILES,
-    ) -> dict[str, float]:
-        """Every statistic as Python numbers, for a logger. Copies the state to the host: one sync on a GPU.
-
-        Args:
-            prefix: put before every key; it should name the quantity, such as ``"entropy/"``.
-            quantiles: of the values, as ``p99``.
-            abs_quantiles: of the magnitudes, as ``abs_p99``.
-
-        Returns:
-            ``{prefix + slice + "/" + statistic: value}``, int for counts and float for the rest, NaN where
-            a slice has no finite values; and ``prefix + "n_out_of_range"``. The same keys at every step.
-
-        Raises:
-            ValueError: a quantile outside [0, 1].
-        """
-        host = ValueStats(self.state.to_host())
-        columns = {name: host._evaluate(getattr(ValueView, name).function).tolist() for name in SCALARS}
-        for stem, function, levels in (
-            ("", _quantiles.quantile, quantiles),
-            ("abs_", _quantiles.abs_quantile, abs_quantiles),
-        ):
-            values = host._quietly(function, list(levels))
-            for q, column in zip(levels, values.T.tolist(), strict=True):
-                columns[f"{stem}{percentile_name(q)}"] = column
-        result: dict[str, float] = {f"{prefix}n_out_of_range": host.n_out_of_range.item()}
-        for index, name in enumerate(self.state.names):
-            for statistic, column in columns.items():
-                result[f"{prefix}{name}/{statistic}"] = column[index]
-        return result
-
-    def state_dict(self) -> dict[str, Any]:
-        """Names, layout, version and the state's buffer (on its device), for a checkpoint or a Ray driver."""
-        return SliceStats(self.state).state_dict()
-
-    @classmethod
-    def from_state_dict(cls, state_dict: Mapping[str, Any]) -> ValueStats:
-        """What :meth:`state_dict` gave.
-
-        Raises:
-            ValueError: another version, or contents that do not fit together.
-        """
-        return cls(SliceStats.from_state_dict(state_dict).state)
-
-    def to_bytes(self) -> bytes:
-        """A versioned, checksummed binary form; see :mod:`pyrlstats.binary`. Copies the state to the host."""
-        return SliceStats(self.state).to_bytes()
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> ValueStats:
-        """What :meth:`to_bytes` gave, in NumPy memory, equal to the bit.
-
-        Raises:
-            ValueError: data that is truncated, corrupted, foreign or of another version.
-        """
-        return cls(SliceStats.from_bytes(data).state)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"state": self.state}
-
-    def __setstate__(self, pickled: dict[str, Any]) -> None:
-        self.__init__(pickled["state"])  # type: ignore[misc]
-
-    def _evaluate(self, function: Callable[[State], Array]) -> Array:
-        if function not in self._values:
-            self._values[function] = self._quietly(function)
-        return self._values[function]
-
-    def _quietly(self, function: Callable[..., Array], *arguments: Any) -> Array:
-        # empty slices divide 0 by 0 on their way to NaN
-        with np.errstate(all="ignore"):
-            return function(self.state, *arguments)
-
-    def __repr__(self) -> str:
-        """A table of the main statistics, slices down. Copies the state to the host."""
-        return _table(self, list(self))
-
-
-def _table(stats: ValueStats, names: list[str]) -> str:
-    values = stats.to_dict()
-    columns = ("n_values", "n_finite", "mean", "std", "min", "p1", "p50", "p99", "max")
-    rows = [["slice", *columns]]
-    rows += [[name, *(f"{values[f'{name}/{column}']:.6g}" for column in columns)] for name in names]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for name, *cells in rows:
-        numbers = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
-        lines.append("  ".join((name.ljust(widths[0]), *numbers)))
-    return "\n".join(lines)
+    _view = ValueView
+    _stem = ""
+    _default_quantiles = QUANTILES
+    _default_abs_quantiles = ABS_QUANTILES
+    _columns: ClassVar = {
+        name: ("{:.6g}", name) for name in ("n_values", "n_finite", "mean", "std", "min", "p1", "p50", "p99", "max")
+    }
 
 
 def value_stats(
@@ -346,10 +145,11 @@ def value_stats(
         TypeError: not an array, or a dtype that is not accepted.
         ValueError: shapes, devices or names that do not fit.
     """
-    values = _floats("x", x)
-    options = {"slice_ids": slice_ids, "names": names, "mask": mask, "layout": layout}
-    with _naming("x"):
-        return ValueStats(slice_stats(values, _zeros_like(values), masks, **options).state)
+    values, given = prepared({"x": as_floats("x", x)}, masks, slice_ids, mask, names)
+    names = given.pop("names")
+    if given["masks"] is None:
+        given["names"] = names
+    return ValueStats(slice_stats(values["x"], _zeros_like(values["x"]), **given, layout=layout).state)
 
 
 class ValueAccumulator:
@@ -378,9 +178,15 @@ class ValueAccumulator:
         Raises:
             TypeError, ValueError, RuntimeError: as ``SliceAccumulator.update``. Nothing has been counted then.
         """
-        values = _floats("x", x)
-        with _naming("x"):
-            self._accumulator.update(values, _zeros_like(values), masks, slice_ids=slice_ids, mask=mask)
+        values, given = prepared({"x": as_floats("x", x)}, masks, slice_ids, mask, self.names, exactly=True)
+        mine, device = self._accumulator.device, device_of(values["x"])
+        if mine is not None and device != mine and not (device is None and mine.type == "cpu"):
+            raise ValueError(
+                f"x must be on the accumulator's device {mine}, got {device or 'cpu'}: move it with "
+                f".to({str(mine)!r}), or use one accumulator a device and merge their statistics"
+            )
+        del given["names"]
+        self._accumulator.update(values["x"], _zeros_like(values["x"]), **given)
         return self
 
     def compute(self) -> ValueStats:
@@ -396,44 +202,42 @@ class ValueAccumulator:
         """Count what ``other``, one or several, has counted too. ``other`` is not changed. Does not sync.
 
         Raises:
+            TypeError: something else than statistics or accumulators of values.
             ValueError: other names, layout or device; nothing is changed.
         """
-        others = [other] if isinstance(other, (ValueAccumulator, ValueStats)) else list(other)
+        one: Any = other
+        others: list[Any] = [one] if isinstance(one, (Mapping, str)) or not isinstance(one, Iterable) else list(one)
+        for each in others:
+            if not isinstance(each, (ValueAccumulator, ValueStats)):
+                raise TypeError(
+                    f"merge takes ValueAccumulator, ValueStats or an iterable of them, got {type(each).__name__}"
+                )
         self._accumulator.merge(
-            [one._accumulator if isinstance(one, ValueAccumulator) else SliceStats(one.state) for one in others]
+            [each._accumulator if isinstance(each, ValueAccumulator) else SliceStats(each.state) for each in others]
         )
         return self
 
-    def all_reduce(self, group: Any = None) -> ValueAccumulator:
-        """Replace the state by the pooled one of all ranks: see ``SliceAccumulator.all_reduce``.
+    def all_reduce(self, group: Any = None, async_op: bool = False) -> Any:
+        """Replace the state by the pooled one of all ranks: as ``SliceAccumulator.all_reduce``, errors included.
 
-        Raises:
-            ValueError, RuntimeError: as there.
+        Returns:
+            The accumulator; with ``async_op`` a handle whose ``wait()`` gives it.
         """
-        self._accumulator.all_reduce(group)
-        return self
+        handle = ValueHandle(self, self._accumulator.all_reduce(group, async_op=True))
+        return handle if async_op else handle.wait()
 
 
-@contextmanager
-def _naming(argument: str) -> Iterator[None]:
-    """Errors of the engine's gate, which knows logp, name the argument that the caller knows."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        if error.args and "logp" in str(error):
-            error.args = (str(error).replace("old_logp", argument).replace("logp", argument),)
-        raise
+class ValueHandle:
+    """A reduction under way; the accumulator takes nothing in until it is finished."""
 
+    def __init__(self, accumulator: ValueAccumulator, handle: Any) -> None:
+        self._accumulator = accumulator
+        self._handle = handle
 
-def _floats(name: str, value: Any) -> Array:
-    """An array of a floating dtype; integers as float64 where the device has it, which the engine rounds once."""
-    array = _as_array(name, value)
-    _check_dtype(name, array, (*_FLOATS, *_INTEGERS))
-    if str(array.dtype).removeprefix("torch.") in _FLOATS:
-        return array
-    xp = namespace(array)
-    without_float64 = xp is not np and array.device.type == "mps"
-    return xp.asarray(array, dtype=xp.float32 if without_float64 else xp.float64)
+    def wait(self) -> ValueAccumulator:
+        """Finish, as :meth:`pyrlstats.distributed.Handle.wait`. Returns the accumulator; once more does nothing."""
+        self._handle.wait()
+        return self._accumulator
 
 
 def _zeros_like(array: Array) -> Array:

@@ -1,0 +1,334 @@
+"""What the results of any quantity share: a mapping slice name -> view of statistics that are evaluated when read.
+
+:class:`~pyrlstats.slice_stats.SliceStats` and :class:`~pyrlstats.values.ValueStats` differ in the statistics of their
+views, in the names that quantiles have in ``to_dict``, in the default quantiles and in the columns of their tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+import numpy as np
+
+from pyrlstats import quantiles as _quantiles
+from pyrlstats.cells import Numbers, as_list, probabilities
+from pyrlstats.layout import STATE_VERSION
+from pyrlstats.quantiles import Histogram
+from pyrlstats.state import Array, State, on_one_device
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_KEPT = 64  # quantiles and shares kept by a result
+
+
+class Statistic:
+    """A property of a view: one row of a function of the whole state, evaluated once for all slices."""
+
+    def __init__(self, function: Callable[[State], Array]) -> None:
+        self.function = function
+        self.__doc__ = function.__doc__
+
+    def __get__(self, view: View | None, owner: type[View]) -> Any:
+        if view is None:
+            return self
+        return view._stats._evaluate(self.function)[view._index]
+
+
+class View:
+    """The statistics of one slice, as 0-d values on the state's device. Reading one does not sync."""
+
+    __slots__ = ("_index", "_stats")
+
+    def __init__(self, stats: Statistics[Any], index: int) -> None:
+        self._stats = stats
+        self._index = index
+
+    def quantile(self, q: Numbers) -> Array:
+        """Quantile of x, in its unit: 0-d for a number, (len(q),) for a sequence; see :func:`quantiles.quantile`.
+
+        The inverted CDF, interpolated inside a bin of relative width at most 2^-mantissa_bits and cut to [min, max];
+        q = 0 and 1 are exact. Of a lattice (rewards 0 and 1, lengths, bfloat16 steps) it can lie between two points:
+        ``quantile_bounds`` holds the true one.
+
+        Raises:
+            ValueError: a q outside [0, 1].
+        """
+        return self._stats._evaluate_at(_quantiles.quantile, *probabilities(q))[self._index]
+
+    def quantile_bounds(self, q: Numbers) -> tuple[Array, Array]:
+        """Certified (lo, hi) around the true quantile of x, in its unit, each shaped like ``quantile(q)``."""
+        lo, hi = self._stats._evaluate_at(_quantiles.quantile_bounds, *probabilities(q))
+        return lo[self._index], hi[self._index]
+
+    def abs_quantile(self, q: Numbers) -> Array:
+        """Quantile of abs(x), in its unit, shaped like ``quantile(q)``."""
+        return self._stats._evaluate_at(_quantiles.abs_quantile, *probabilities(q))[self._index]
+
+    def abs_quantile_bounds(self, q: Numbers) -> tuple[Array, Array]:
+        """Certified (lo, hi) around the true quantile of abs(x), in its unit, each shaped like ``quantile(q)``."""
+        lo, hi = self._stats._evaluate_at(_quantiles.abs_quantile_bounds, *probabilities(q))
+        return lo[self._index], hi[self._index]
+
+    def cdf(self, x: Numbers) -> Array:
+        """Share with values <= x, linear inside a bin: 0-d for a number, (len(x),) for a sequence."""
+        return self._stats._evaluate_at(_quantiles.cdf, *as_list("x", x))[self._index]
+
+    def tail_mass(self, x: Numbers) -> Array:
+        """Share with magnitudes > x, linear inside a bin: 0-d for a number, (len(x),) for a sequence."""
+        return self._stats._evaluate_at(_quantiles.tail_mass, *as_list("x", x))[self._index]
+
+    def histogram(self) -> Histogram:
+        """Counts (2P + 1,) and edges (2P + 2,) of x, as ``numpy.histogram`` returns them; zeros have a bin."""
+        counts, edges = _quantiles.histogram(self._stats.state)
+        return Histogram(counts[self._index], edges)
+
+    def __repr__(self) -> str:
+        name = self._stats.state.names[self._index]
+        return f"{type(self).__name__}({name!r})\n{_table(self._stats._cells([name]))}"
+
+
+def scalars_of(view: type[View]) -> tuple[str, ...]:
+    """The names of the statistics of a view, as they are defined."""
+    return tuple(name for name, value in vars(view).items() if isinstance(value, Statistic))
+
+
+OneView = TypeVar("OneView", bound=View)
+
+
+class Statistics(Mapping[str, OneView], Generic[OneView]):
+    """Statistics of every slice: ``stats["post_tool"].quantile(0.99)``. Equal only to itself, and hashable.
+
+    Attributes:
+        state: the mergeable :class:`~pyrlstats.state.State` behind it.
+        kind: what the state counts, "log_ratio" or "value": different kinds do not merge.
+    """
+
+    kind: ClassVar[str]
+    _view: type[OneView]
+    _stem: ClassVar[str]  # of the names of quantiles in to_dict: log_ratio_p99
+    _default_quantiles: ClassVar[tuple[float, ...]]
+    _default_abs_quantiles: ClassVar[tuple[float, ...]]
+    _columns: ClassVar[Mapping[str, tuple[str, ...]]]  # of the table: format, statistic[, statistic that is subtracted]
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self._values: dict[Callable[[State], Array], Array] = {}
+        self._values_at: dict[tuple[Callable[..., Any], float], Any] = {}
+
+    def __getitem__(self, name: str) -> OneView:
+        try:
+            return self._view(self, self.state.names.index(name))
+        except ValueError:
+            raise KeyError(f"no slice {name!r}; there are {list(self.state.names)}") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.state.names)
+
+    def __len__(self) -> int:
+        return len(self.state.names)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__
+
+    @property
+    def n_out_of_range(self) -> Array:
+        """Tokens or values whose slice id named no slice (0-d int64): they are in none, and counted here."""
+        return self.state.count("n_out_of_range").sum()
+
+    def merge(self, other: Self | Iterable[Self]) -> Self:
+        """The pooled statistics of this and ``other``, one or several, as if everything had come in one call.
+
+        None is changed. Does not sync. What lies in NumPy memory is moved to the device of the others.
+
+        Raises:
+            TypeError: something else than statistics of this kind.
+            ValueError: other slices, layout or clip, or tensors on different devices.
+        """
+        first, *rest = on_one_device([self.state, *(one.state for one in self._checked(other))])
+        merged = first.copy()
+        for state in rest:
+            merged.merge_(state)
+        return type(self)(merged)
+
+    def _checked(self, other: Self | Iterable[Self]) -> list[Self]:
+        one: Any = other
+        several = list(one) if isinstance(one, Iterable) and not isinstance(one, (Mapping, str, bytes)) else [one]
+        for each in several:
+            if not self._is_kin(each):
+                name = type(self).__name__
+                raise TypeError(f"merge takes {name} or an iterable of {name}, got {type(each).__name__}")
+        return several
+
+    def _is_kin(self, other: object) -> bool:
+        return isinstance(other, Statistics) and other.kind == self.kind
+
+    def __add__(self, other: object) -> Self:
+        return self.merge(other) if self._is_kin(other) else NotImplemented  # type: ignore[arg-type]
+
+    def __radd__(self, other: object) -> Self:
+        return self if isinstance(other, int) and other == 0 else NotImplemented  # sum() starts at 0
+
+    def to(self, device: Any) -> Self:
+        """The same statistics on a torch device."""
+        import torch
+
+        buffer = self.state.buffer
+        tensor = torch.from_numpy(buffer) if isinstance(buffer, np.ndarray) else buffer
+        return type(self)(replace(self.state, buffer=tensor.to(device)))
+
+    def to_dict(
+        self,
+        prefix: str = "",
+        *,
+        quantiles: Sequence[float] | None = None,
+        abs_quantiles: Sequence[float] | None = None,
+    ) -> dict[str, float]:
+        """Every statistic as Python numbers, for a logger. Copies the state to the host: one sync on a GPU.
+
+        Args:
+            prefix: put before every key; of values it should name the quantity, such as ``"entropy/"``.
+            quantiles: of x, as ``log_ratio_p99`` of log-ratios and ``p99`` of values. None takes p0.1, p1, p50, p99
+                and p99.9 of log-ratios, p1, p10, p50, p90 and p99 of values.
+            abs_quantiles: of abs(x), as ``abs_log_ratio_p99_9`` of log-ratios and ``abs_p99_9`` of values. None takes
+                p50, p99, p99.9 and p99.99 of log-ratios, none of values.
+
+        Returns:
+            ``{prefix + slice + "/" + statistic: value}``, int for counts and float for the rest, NaN where
+            a slice has nothing finite; and ``prefix + "n_out_of_range"``. The same keys at every step.
+
+        Raises:
+            ValueError: a quantile outside [0, 1].
+        """
+        host = type(self)(self.state.to_host())
+        view = self._view
+        columns = {name: host._evaluate(getattr(view, name).function).tolist() for name in scalars_of(view)}
+        levels_of_x = self._default_quantiles if quantiles is None else quantiles
+        levels_of_abs = self._default_abs_quantiles if abs_quantiles is None else abs_quantiles
+        for stem, function, levels in (
+            (self._stem, _quantiles.quantile, levels_of_x),
+            (f"abs_{self._stem}", _quantiles.abs_quantile, levels_of_abs),
+        ):
+            values = host._quietly(function, list(levels))
+            for q, column in zip(levels, values.T.tolist(), strict=True):
+                columns[f"{stem}{percentile_name(q)}"] = column
+        result: dict[str, float] = {f"{prefix}n_out_of_range": host.n_out_of_range.item()}
+        for index, name in enumerate(self.state.names):
+            for statistic, column in columns.items():
+                result[f"{prefix}{name}/{statistic}"] = column[index]
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """Names, layout, clip, version and the state's buffer (on its device), for a checkpoint or a Ray driver."""
+        return {
+            "version": STATE_VERSION,
+            "names": list(self.state.names),
+            "layout": astuple(self.state.layout),
+            "clip": self.state.clip,
+            "buffer": self.state.buffer,
+        }
+
+    @classmethod
+    def from_state_dict(cls, state_dict: Mapping[str, Any]) -> Self:
+        """What :meth:`state_dict` gave.
+
+        Raises:
+            ValueError: another version, or contents that do not fit together.
+        """
+        return cls(State.from_parts(**state_dict))
+
+    def to_bytes(self) -> bytes:
+        """A versioned, checksummed binary form; see :mod:`pyrlstats.binary`. Copies the state to the host."""
+        from pyrlstats import binary
+
+        return binary.to_bytes(self.state.to_host())
+
+    @classmethod
+    def from_bytes(cls, data: bytes | bytearray | memoryview) -> Self:
+        """What :meth:`to_bytes` gave, in NumPy memory, equal to the bit.
+
+        Raises:
+            ValueError: data that is truncated, corrupted, foreign or of another version.
+        """
+        from pyrlstats import binary
+
+        return cls(binary.from_bytes(data))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # in NumPy memory: a GPU's statistics can be read on a machine without one, or without torch
+        return {"state": self.state.to_host()}
+
+    def __setstate__(self, pickled: dict[str, Any]) -> None:
+        self.__init__(pickled["state"])  # type: ignore[misc]
+
+    def __copy__(self) -> Self:
+        return type(self)(self.state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return type(self)(self.state.copy())
+
+    def _evaluate(self, function: Callable[[State], Array]) -> Array:
+        if function not in self._values:
+            self._values[function] = self._quietly(function)
+        return self._values[function]
+
+    def _evaluate_at(self, function: Callable[..., Any], points: list[float], scalar: bool) -> Any:
+        """A function of the state at points; what it gives at a single one is kept, for the other slices."""
+        if not scalar:
+            return self._quietly(function, points)
+        key = (function, points[0])
+        kept = self._values_at.get(key)
+        if kept is None:
+            kept = self._quietly(function, points[0])
+            if len(self._values_at) >= _KEPT:
+                self._values_at.clear()
+            self._values_at[key] = kept
+        return kept
+
+    def _quietly(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        # empty slices divide 0 by 0 on their way to NaN
+        with np.errstate(all="ignore"):
+            return function(self.state, *arguments)
+
+    def _cells(self, names: Iterable[str]) -> list[list[str]]:
+        """Head and rows of the table."""
+        values = self.to_dict()
+        rows = [["slice", *self._columns]]
+        for name in names:
+            row = [name]
+            for form, key, *less in self._columns.values():
+                value = values[f"{name}/{key}"] - sum(values[f"{name}/{other}"] for other in less)
+                row.append("nan" if value != value else form.format(value))
+            rows.append(row)
+        return rows
+
+    def __repr__(self) -> str:
+        """A table of the main statistics, slices down. Copies the state to the host."""
+        return _table(self._cells(self))
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        head, *rows = self._cells(self)
+        html = ["<table><thead><tr>", *(f"<th>{escape(cell)}</th>" for cell in head), "</tr></thead><tbody>"]
+        for name, *cells in rows:
+            html += [f"<tr><th>{escape(name)}</th>", *(f"<td>{escape(cell)}</td>" for cell in cells), "</tr>"]
+        return "".join([*html, "</tbody></table>"])
+
+
+def percentile_name(q: float) -> str:
+    """``p99_9`` for 0.999."""
+    return f"p{100.0 * q:.10g}".replace(".", "_")
+
+
+def _table(rows: list[list[str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for name, *cells in rows:
+        numbers = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
+        lines.append("  ".join((name.ljust(widths[0]), *numbers)))
+    return "\n".join(lines)
