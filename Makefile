@@ -7,6 +7,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet
+# in CI the kernels are compiled with the oldest supported Triton too
+TRITON_36 := $(if $(CI),$(VENV)/triton36)
 SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc kernels pyrlstats -type f -not -path '*/__pycache__/*')
 
 .PHONY: demo test lint bench clean
@@ -14,9 +16,9 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc kernels pyrlstats -ty
 demo: $(VENV)/.package
 	$(BIN)/pyrlstats demo
 
-test: $(VENV)/.package
+test: $(VENV)/.package $(TRITON_36)
 	$(PIP) --group test
-	$(BIN)/pytest
+	PYRLSTATS_TRITON_36=$(abspath $(TRITON_36)) $(BIN)/pytest
 
 lint: $(VENV)/.package
 	$(PIP) --group test --group lint
@@ -36,6 +38,9 @@ $(VENV)/.package: $(SOURCES)
 	$(PIP) "$(TORCH)"
 	$(PIP) ".[demo]"
 	touch $@
+
+$(VENV)/triton36: | $(VENV)/.package
+	$(PIP) --no-deps --target $@ triton==3.6.0
 
 clean:
 	rm -rf $(VENV) build dist

@@ -211,9 +211,7 @@ def _launch(
     if config.many_rows and (crowded or not _has_many_rows(logp.device)):
         config = config._replace(many_rows=False)
     way, group = _histogram_way(state.layout, mode, slices, config.many_rows, portable)
-    aligned = (
-        grid is None and n >= config.rows * config.v and not any(tensor.data_ptr() & 15 for tensor in tensors)
-    )
+    aligned = grid is None and n >= config.rows * config.v and not any(tensor.data_ptr() & 15 for tensor in tensors)
     tiles = -(-n // (config.rows * config.v))
     most = config.per_sm * _programs_max(logp.device) // MAX_PER_SM
     run = min(config.run, -(-tiles // most))

@@ -53,9 +53,7 @@ def compile_all(target: str) -> None:
             **dict.fromkeys(("n_slices", "first", "run", "tail_bits"), "i32"),
             **dict.fromkeys(("mask0", "mask1", "mask2", "mask3", "base_ptr"), mask_type),
         }  # fmt: skip
-        signature = {
-            name: "constexpr" if name in constants else types.get(name, "i64") for name in kernel.arg_names
-        }
+        signature = {name: "constexpr" if name in constants else types.get(name, "i64") for name in kernel.arg_names}
         aligned = [["tt.divisibility", 16]]
         attributes = {(i,): aligned for i, name in enumerate(kernel.arg_names) if signature[name].startswith("*")}
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)

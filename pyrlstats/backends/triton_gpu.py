@@ -1,4 +1,4 @@
-"""The ``triton`` backend: fused GPU kernels, no sync. CUDA, ROCm, and the Triton interpreter on CPU tensors."""
+"""The ``triton`` backend: fused GPU kernels, CUDA and ROCm, no sync."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import importlib.machinery
 import importlib.util
 import sys
 from pathlib import Path
+
+import torch
 
 from pyrlstats.backends.batch import Batch
 from pyrlstats.state import Array, State
@@ -28,13 +30,18 @@ _find_kernels()
 from pyrlstats.kernels import launch, tile  # noqa: E402
 
 
+def unavailable_reason() -> str | None:
+    """Why this backend cannot run here, or None where it can."""
+    return None if launch.INTERPRETED or torch.cuda.is_available() else "torch finds no CUDA or ROCm device"
+
+
 def accumulate(batch: Batch, state: State) -> None:
     """Add the tokens of ``batch`` to ``state``, in place, on the current stream. Does not sync."""
-    members: tuple[Array, ...]
+    members: tuple[Array, ...] = ()
     if batch.slice_ids is not None:
         mode, members = tile.IDS.value, (batch.slice_ids,)
     elif batch.masks is not None:
         mode, members = tile.MASKS.value, batch.masks
     else:
-        mode, members = tile.ALL.value, ()
+        mode = tile.ALL.value
     launch.slice_hist_(batch.logp, batch.old_logp, mode, members, batch.base_mask, state)

@@ -91,8 +91,7 @@ def run_masks(rng, n, shares, run=128):
     """Masks in runs, as trainers have them."""
     runs = -(-n // run)
     return {
-        f"s{s}": torch.from_numpy(np.repeat(rng.random(runs) < share, run)[:n].copy())
-        for s, share in enumerate(shares)
+        f"s{s}": torch.from_numpy(np.repeat(rng.random(runs) < share, run)[:n].copy()) for s, share in enumerate(shares)
     }
 
 
