@@ -213,3 +213,9 @@ def take(values: Array, index: Array) -> Array:
     """values at index along the last axis."""
     xp = namespace(values)
     return xp.take_along_axis(values, index, -1) if xp is np else xp.gather(values, -1, index)
+
+
+def is_strings(ids: Any) -> bool:
+    if isinstance(ids, np.ndarray):
+        return ids.dtype.kind in "UO"
+    return isinstance(ids, (list, tuple)) and all(isinstance(one, str) for one in ids)

@@ -33,6 +33,7 @@ from pyrlstats._sequences import (
     as_int8,
     as_integers,
     broadcast_to,
+    is_strings,
     smallest,
     spread,
     to_device,
@@ -363,7 +364,7 @@ def group_slices(
     """
     known = check_names(tuple(names))
     codes = list(names.values()) if isinstance(names, Mapping) else list(range(len(known)))
-    if _is_strings(ids):
+    if is_strings(ids):
         codes = list(range(len(known)))
         position = dict(zip(known, codes, strict=True))
         host = np.array([position.get(one, len(known)) for one in ids], np.int64)
@@ -399,9 +400,3 @@ def _bucketed(stem: str, value: Array, member: Array, buckets: Sequence[int]) ->
 def _members(member: Array, index: Array) -> Array:
     """index where ``member``, else -1, in index's dtype."""
     return (index + 1) * member - 1
-
-
-def _is_strings(ids: Any) -> bool:
-    if isinstance(ids, np.ndarray):
-        return ids.dtype.kind in "UO"
-    return isinstance(ids, (list, tuple)) and all(isinstance(one, str) for one in ids)
