@@ -1,4 +1,4 @@
-"""``pyrlstats bench``: run the suite, compare two results, render committed ones."""
+"""``python -m benchmarks``: run the suite, compare two results, render committed ones."""
 
 from __future__ import annotations
 
