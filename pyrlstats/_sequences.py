@@ -219,3 +219,8 @@ def is_strings(ids: Any) -> bool:
     if isinstance(ids, np.ndarray):
         return ids.dtype.kind in "UO"
     return isinstance(ids, (list, tuple)) and all(isinstance(one, str) for one in ids)
+
+
+def members(member: Array, index: Array) -> Array:
+    """index where ``member``, else -1, in index's dtype."""
+    return (index + 1) * member - 1

@@ -34,6 +34,7 @@ from pyrlstats._sequences import (
     as_integers,
     broadcast_to,
     is_strings,
+    members,
     smallest,
     spread,
     to_device,
@@ -93,7 +94,7 @@ class Slices(Mapping[str, Array]):
         names = [f"{mine}__{theirs}" for mine, theirs in itertools.product(self.names, other.names)]
         arrays = as_arrays(slices=self.ids, other=other.ids)
         mine, theirs = smallest(arrays["slices"], len(names)), smallest(arrays["other"], len(names))
-        return Slices(_members((mine >= 0) & (theirs >= 0), mine * len(other) + theirs), names)
+        return Slices(members((mine >= 0) & (theirs >= 0), mine * len(other) + theirs), names)
 
     __rand__ = __and__
 
@@ -144,16 +145,16 @@ def pool(stats: Stats, groups: Mapping[str, Sequence[str]]) -> Stats:
     """
     state = stats.state
     names = check_names(tuple(groups))
-    members = []
+    places = []
     for name, wanted in groups.items():
         unknown = [one for one in wanted if one not in state.names]
         if unknown:
             raise KeyError(f"group {name!r} holds unknown slices {unknown}; there are {list(state.names)}")
         if not wanted:
             raise ValueError(f"group {name!r} must hold at least one slice, got none")
-        members.append([state.names.index(one) for one in wanted])
+        places.append([state.names.index(one) for one in wanted])
     pooled = State.empty(names, state.layout, state.clip, device_of(state.buffer))
-    for round_ in itertools.zip_longest(*members):
+    for round_ in itertools.zip_longest(*places):
         fresh = State.empty(names, state.layout, state.clip, device_of(state.buffer))
         for group, member in enumerate(round_):
             if member is not None:
@@ -199,7 +200,7 @@ def tool_slices(
     run = trajectory(model_mask, tool_mask, response_mask, cu_seqlens, position_ids)
     results = run.turns() if run.tool is None else run.sequences.count_through(run.tool)
     after, with_tool = results > 0, run.sequences.last_of(results) > 0
-    return Slices(_members(run.model, as_int8(after) + as_int8(with_tool)), ("text", "pre_tool", "post_tool"))
+    return Slices(members(run.model, as_int8(after) + as_int8(with_tool)), ("text", "pre_tool", "post_tool"))
 
 
 def tool_call_slices(
@@ -228,7 +229,7 @@ def tool_call_slices(
     else:
         results = run.turns() if run.tool is None else run.sequences.count_through(run.tool)
         calls = run.sequences.last_of(results) > results
-    return Slices(_members(run.model, as_int8(~calls)), ("tool_call", "no_tool_call"))
+    return Slices(members(run.model, as_int8(~calls)), ("tool_call", "no_tool_call"))
 
 
 def turn_slices(
@@ -288,7 +289,7 @@ def position_slices(
     to_come = run.sequences.last_of(through) - through
     beyond = through > first
     kind = as_int8(beyond) + as_int8(beyond & (to_come < last))
-    return Slices(_members(run.model, kind), (f"first_{first}", "middle", f"last_{last}"))
+    return Slices(members(run.model, kind), (f"first_{first}", "middle", f"last_{last}"))
 
 
 def staleness_slices(
@@ -335,7 +336,7 @@ def advantage_sign_slices(advantages: Any, *, cu_seqlens: Any = None, n_tokens: 
     """
     advantage = spread("advantages", advantages, cu_seqlens, n_tokens, outside=float("nan"))
     below = as_int8(advantage <= 0) + as_int8(advantage < 0)
-    return Slices(_members(advantage == advantage, below), ("adv_positive", "adv_zero", "adv_negative"))
+    return Slices(members(advantage == advantage, below), ("adv_positive", "adv_zero", "adv_negative"))
 
 
 def group_slices(
@@ -395,8 +396,3 @@ def _bucketed(stem: str, value: Array, member: Array, buckets: Sequence[int]) ->
     for bound in lowest[1:]:
         reached = reached + as_int8(value >= bound)
     return Slices(reached * member - 1, names)
-
-
-def _members(member: Array, index: Array) -> Array:
-    """index where ``member``, else -1, in index's dtype."""
-    return (index + 1) * member - 1
