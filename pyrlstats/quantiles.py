@@ -175,7 +175,3 @@ def histogram(state: State) -> Histogram:
     """The whole distribution of x: counts (S, 2P + 1) and their edges, as ``numpy.histogram`` returns them."""
     cells = signed_cells(state)
     return Histogram(cells.counts, cells.edges_on_device)
-
-
-_Cells, _abs_cells, _as_list, _on_device_of = Cells, abs_cells, as_list, on_device_of
-_probabilities, _signed_cells, _take = probabilities, signed_cells, take
