@@ -58,7 +58,7 @@ def _ticket(device: torch.device, capturing: bool) -> Tensor:
         zeros = torch.zeros(1 if capturing else TICKETS, dtype=torch.int32, device=device)
         if capturing:  # a memset in the graph: only in captures without a call before them, or more than TICKETS
             return zeros
-        free = _tickets[device] = list(zeros.split(1))
+        free = _tickets[device] = [zeros[i : i + 1] for i in range(TICKETS)]
     return free.pop()
 
 
@@ -158,7 +158,8 @@ def _collapsed(tensors: list[Tensor]) -> Iterator[tuple[int, Any, list[Tensor]]]
     Dimensions are ordered by logp's strides (sums do not care) and merged where every tensor allows it. What is
     left beyond two dimensions is looped over.
     """
-    order = sorted(range(tensors[0].dim()), key=lambda d: -tensors[0].stride(d))
+    outermost_first = tensors[0].stride()
+    order = sorted(range(tensors[0].dim()), key=lambda d: -outermost_first[d])
     dims: list[tuple[int, list[int]]] = []  # size, stride in every tensor
     for d in order:
         size, strides = tensors[0].shape[d], [tensor.stride(d) for tensor in tensors]
@@ -178,14 +179,14 @@ def _collapsed(tensors: list[Tensor]) -> Iterator[tuple[int, Any, list[Tensor]]]
         dims = [(1, [columns * stride for stride in dims[0][1]]), dims[0]]
     else:
         columns = dims[1][0]
-    strides = list(zip(dims[0][1], dims[1][1], strict=True))
+    pairs = list(zip(dims[0][1], dims[1][1], strict=True))
     n = dims[0][0] * dims[1][0]
     for index in itertools.product(*(range(size) for size, _ in outer)):
         views = []
         for t, tensor in enumerate(tensors):
             shift = sum(i * step[t] for i, (_, step) in zip(index, outer, strict=True))
             views.append(tensor.as_strided((1,), (1,), tensor.storage_offset() + shift) if shift else tensor)
-        yield n, (columns, strides), views
+        yield n, (columns, pairs), views
 
 
 def _launch(

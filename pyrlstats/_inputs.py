@@ -172,7 +172,7 @@ def gate(
 
     mask_keys: list[str] | None = None
     if masks is not None:
-        per_slice = _masks_by_name(masks, names)
+        per_slice = masks_by_name(masks, names)
         mask_keys = [f"mask of slice {name!r}" for name in names]
         for key, value in zip(mask_keys, per_slice, strict=True):
             arrays[key] = _as_array(key, value)
@@ -196,7 +196,7 @@ def gate(
     )
 
 
-def _masks_by_name(masks: Masks, names: tuple[str, ...]) -> list[Any]:
+def masks_by_name(masks: Masks, names: tuple[str, ...]) -> list[Any]:
     """The masks in the order of ``names``."""
     if isinstance(masks, Mapping):
         missing = [name for name in names if name not in masks]

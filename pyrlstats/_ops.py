@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -16,14 +15,9 @@ from pyrlstats.state import State
 _library = torch.library.Library("pyrlstats", "DEF")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
     "accumulate_(Tensor logp, Tensor old_logp, Tensor[]? masks, Tensor? slice_ids, Tensor? mask, "
-    "Tensor(a!) buffer, int slices, float[] clip, int[] layout) -> ()",
+    "Tensor(a!) buffer, str[] names, float[] clip, int[] layout) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-
-
-@functools.cache
-def _names(slices: int) -> tuple[str, ...]:
-    return tuple(map(str, range(slices)))
 
 
 def _accumulate(
@@ -33,13 +27,13 @@ def _accumulate(
     slice_ids: torch.Tensor | None,
     mask: torch.Tensor | None,
     buffer: torch.Tensor,
-    slices: int,
+    names: list[str],
     clip: list[float],
     layout: list[int],
 ) -> None:
-    names = _names(slices)
-    batch = gate(logp, old_logp, masks, slice_ids, mask, names)
-    _dispatch.accumulate(batch, State(names, Layout(*layout), (clip[0], clip[1]), buffer))
+    slices = tuple(names)
+    batch = gate(logp, old_logp, masks, slice_ids, mask, slices)
+    _dispatch.accumulate(batch, State(slices, Layout(*layout), (clip[0], clip[1]), buffer))
 
 
 _library.impl("accumulate_", _accumulate, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
@@ -56,7 +50,7 @@ def accumulate(logp: Any, old_logp: Any, masks: Any, slice_ids: Any, mask: Any, 
         slice_ids,
         mask,
         state.buffer,
-        len(state.names),
+        list(state.names),
         list(state.clip),
         [layout.mantissa_bits, layout.min_exp, layout.max_exp],
     )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pyrlstats import _dispatch
-from pyrlstats._inputs import Masks, as_ids, device_of, gate
-from pyrlstats.layout import Layout, check_clip, check_names
+from pyrlstats._inputs import Masks, as_ids, device_of, gate, masks_by_name
+from pyrlstats.layout import Layout, check_clip, check_layout, check_names
 from pyrlstats.slice_stats import SliceStats
 from pyrlstats.state import State, on_one_device
 
@@ -44,10 +44,11 @@ class SliceAccumulator:
         device: Any = None,
     ) -> None:
         self.names = check_names(names)
-        self.layout = layout
+        self.layout = check_layout(layout)
         self.clip = check_clip(clip)
-        self._state: State | None = None if device is None else self._empty(_state_device(device))
+        self._state: State | None = None if device is None else self._empty_on(device)
         self._reduced = False  # the state holds other ranks' tokens
+        self._borrowed = False  # the state came with a reduction: reset() forgets it with its device
         self._pending: Handle | None = None
         self._reduction: Reduction | None = None
 
@@ -74,10 +75,7 @@ class SliceAccumulator:
                 device than before. Nothing has been counted then.
             RuntimeError: after ``all_reduce`` or ``reduce`` without ``reset``: those tokens would count twice.
         """
-        if self._reduced:
-            raise RuntimeError(
-                "update after a reduction would mix this rank's tokens into the global state: call reset() first"
-            )
+        self._check_local("update")
         masks, slice_ids, _ = as_ids(masks, slice_ids, self.names)
         if slice_ids is not None and masks is not None:
             raise ValueError("masks and slice_ids exclude each other: give one of them")
@@ -99,7 +97,9 @@ class SliceAccumulator:
             self._pending.wait()
         if self._state is not None:
             self._state.clear_()
-        self._reduced = False
+        if self._borrowed:
+            self._state = None
+        self._reduced = self._borrowed = False
         return self
 
     def merge(self, other: SliceAccumulator | SliceStats | Iterable[SliceAccumulator | SliceStats]) -> SliceAccumulator:
@@ -110,9 +110,11 @@ class SliceAccumulator:
 
         Raises:
             ValueError: other names, layout or clip, or tensors on different devices; nothing is changed.
-            RuntimeError: a reduction is under way.
+            RuntimeError: a reduction is under way, or done without ``reset`` since: merge results
+                (``acc.compute() + other``) to pool a global state with more.
         """
         self._check_idle()
+        self._check_local("merge")
         others = [other] if isinstance(other, (SliceAccumulator, SliceStats)) else list(other)
         states = [one.state if isinstance(one, SliceStats) else one._state or one._empty(None) for one in others]
         first, *rest = on_one_device([self._state or self._empty(None), *states])
@@ -146,8 +148,10 @@ class SliceAccumulator:
     def all_reduce(self, group: Any = None, async_op: bool = False) -> Any:
         """Replace the state by the pooled one of all ranks: one MAX and one SUM collective of fixed size.
 
-        Every rank of the group must call it, with or without tokens. The first call on a group compares names,
-        layout, clip and version in one more small collective, which syncs; later calls do not sync.
+        Every rank of the group must call it, with or without tokens. The first call on a group with an accumulator
+        of this make (names, layout, clip) compares them and the version in one more small collective, which syncs;
+        later calls do not sync. Make, copy and load accumulators on all ranks together: where one rank reduces a
+        make that is new to it and the others one that they have compared before, their collectives do not match.
 
         Args:
             group: a ``torch.distributed`` process group; None is the default group. It must hold every rank
@@ -187,17 +191,17 @@ class SliceAccumulator:
 
         if self._state is None or self.device is None:
             raise RuntimeError("torch.compile needs to know where the state lies: SliceAccumulator(names, device=...)")
-        if isinstance(masks, Mapping):
-            if set(masks) != set(self.names):
-                raise ValueError(f"masks must hold exactly the slices {list(self.names)}, got {list(masks)}")
-            masks = [masks[name] for name in self.names]
-        elif masks is not None and not isinstance(masks, (list, tuple)):
-            masks = [masks]
+        if masks is not None:
+            masks = masks_by_name(masks, self.names)
         _ops.accumulate(logp, old_logp, masks, slice_ids, mask, self._state)
         return self
 
     def _empty(self, device: Any) -> State:
         return State.empty(self.names, self.layout, self.clip, device)
+
+    def _empty_on(self, device: Any) -> State:
+        """An empty state for inputs on ``device``."""
+        return self._empty(_state_device(device))
 
     def _state_for(self, device: Any) -> State:
         """The state in the inputs' kind of memory, on their device; allocated, or moved there, at the first call."""
@@ -216,26 +220,33 @@ class SliceAccumulator:
             f".to({str(mine)!r}), or use one accumulator a device and merge their statistics"
         )
 
-    def _state_for_reduction(self, device_type: str) -> State:
-        if self._state is None:
-            import torch
-
-            self._state = self._empty(_state_device(torch.device(device_type)))
-        return self._state
+    def _receive(self, state: State) -> None:
+        """Take over the state that a reduction has filled: this accumulator's own, unless it had none."""
+        self._borrowed |= self._state is None
+        self._state = state
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without groups and buffers, in NumPy memory; it moves to the device of the first inputs."""
+        """Without buffers, in NumPy memory; it moves to the device of the first inputs."""
         self._check_idle()
         state = None if self._state is None else self._state.to_host()
         return {**vars(self), "_state": state, "_reduction": None}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SliceAccumulator:
-        """With a state of its own on the same device, without groups and buffers."""
+    def __copy__(self) -> SliceAccumulator:
+        """With a state of its own on the same device, without buffers."""
         self._check_idle()
         twin = SliceAccumulator(self.names, layout=self.layout, clip=self.clip)
         twin._state = None if self._state is None else self._state.copy()
-        twin._reduced = self._reduced
+        twin._reduced, twin._borrowed = self._reduced, self._borrowed
         return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SliceAccumulator:
+        return self.__copy__()
+
+    def _check_local(self, call: str) -> None:
+        if self._reduced:
+            raise RuntimeError(
+                f"{call} after a reduction would mix this rank's tokens into the global state: call reset() first"
+            )
 
     def _check_idle(self) -> None:
         if self._pending is not None:

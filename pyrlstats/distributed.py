@@ -14,27 +14,32 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from pyrlstats.layout import MAXIMA, STATE_VERSION
+from pyrlstats.layout import MAXIMA, STATE_VERSION, Layout
 from pyrlstats.state import State, scale_exponent, scale_far_weights_
 
 if TYPE_CHECKING:
     from pyrlstats.accumulator import SliceAccumulator
 
 
+Make = tuple[tuple[str, ...], Layout, tuple[float, float]]
+
+# group -> make -> device type of the collectives. Of the process, not of an accumulator: what is new, copied or loaded
+# on one rank only must not shake hands while the others reduce. For the same reason nothing that may differ between
+# the ranks, such as where a state lies, is part of the key.
+_agreements: WeakKeyDictionary[Any, dict[Make, str]] = WeakKeyDictionary()
+
+
 class Reduction:
-    """What one accumulator keeps between its reductions: the groups it has shaken hands with, and its buffers."""
+    """What one accumulator keeps between its reductions: its buffers."""
 
     def __init__(self) -> None:
-        self._agreed: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # group -> device type of its collectives
         self._buffers: _Buffers | None = None
 
     def start(self, accumulator: SliceAccumulator, group: Any, dst: int | None) -> Handle:
         """Issue both collectives. The state changes in ``wait`` only, so that a failure leaves it as it was."""
         group = _checked_group(group, dst)
-        if group not in self._agreed:
-            self._agreed[group] = _handshake(accumulator, group)
-        device = self._agreed[group]
-        state = accumulator._state_for_reduction(device)
+        device = _agreed_device(accumulator, group)
+        state = accumulator._state or self._spare(accumulator, device)
         if self._buffers is None or self._buffers.state is not state or self._buffers.device != device:
             self._buffers = _Buffers(state, device)
         buffers = self._buffers
@@ -46,6 +51,12 @@ class Reduction:
         else:
             work = dist.reduce(buffers.total, dst, dist.ReduceOp.SUM, group=group, async_op=True)
         return Handle(accumulator, work, buffers if dst in (None, dist.get_rank()) else None)
+
+    def _spare(self, accumulator: SliceAccumulator, device: str) -> State:
+        """An empty state for an accumulator that has none; what it borrowed before has been cleared by ``reset``."""
+        if self._buffers is not None and self._buffers.device == device:
+            return self._buffers.state
+        return accumulator._empty_on(torch.device(device))
 
 
 class Handle:
@@ -75,6 +86,7 @@ class Handle:
             raise
         if self._received is not None:
             self._received.unpack()
+            self._accumulator._receive(self._received.state)
         return self._accumulator
 
 
@@ -130,12 +142,25 @@ def _checked_group(group: Any, dst: int | None) -> Any:
     return group
 
 
-def _handshake(accumulator: SliceAccumulator, group: Any) -> str:
+def _agreed_device(accumulator: SliceAccumulator, group: Any) -> str:
+    """The device type of the collectives, agreed on once for every group and make of accumulator."""
+    agreed = _agreements.setdefault(group, {})
+    make = (accumulator.names, accumulator.layout, accumulator.clip)
+    if make in agreed:
+        return agreed[make]
+    device, for_good = _handshake(accumulator, group)
+    if for_good:
+        agreed[make] = device
+    return device
+
+
+def _handshake(accumulator: SliceAccumulator, group: Any) -> tuple[str, bool]:
     """Raise the same error on every rank unless all hold states of the same make; one small all-reduce.
 
     Returns:
         The type of device for the collectives: the group's accelerator where a rank has its state there, or where
         the group knows nothing else; the CPU otherwise. A rank that has seen no tokens follows the others.
+        And whether that stays so: not where there is a choice and no rank's state has a device yet.
     """
     backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
     # gloo moves GPU memory through the host: better once, here
@@ -148,10 +173,10 @@ def _handshake(accumulator: SliceAccumulator, group: Any) -> str:
         "version": str(STATE_VERSION),
     }
     hashes = [_hash(make) for make in makes.values()]
-    on_accelerator = accumulator.device is not None and accumulator.device.type == accelerator
+    where = 0 if accumulator.device is None else 2 if accumulator.device.type == accelerator else 1
     # MAX of h and of -h: equal everywhere exactly if max h = -max(-h). The size never changes between versions
     words = torch.tensor(
-        [*hashes, *(-value for value in hashes), int(on_accelerator)],
+        [*hashes, *(-value for value in hashes), where],
         dtype=torch.int64,
         device="cpu" if "cpu" in backends else accelerator,
     )
@@ -160,7 +185,9 @@ def _handshake(accumulator: SliceAccumulator, group: Any) -> str:
     differing = [field for i, field in enumerate(makes) if largest[i] != -largest[i + len(makes)]]
     if differing:
         raise ValueError(_mismatch({field: makes[field] for field in differing}, group))
-    return accelerator if largest[-1] or "cpu" not in backends else "cpu"
+    if accelerator == "cpu" or "cpu" not in backends:
+        return accelerator, True
+    return accelerator if largest[-1] == 2 else "cpu", largest[-1] > 0
 
 
 def _hash(text: str) -> int:

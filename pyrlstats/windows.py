@@ -97,6 +97,8 @@ def _aged(state: State, decay: float) -> State:
     """A copy of a decayed state in which every token weighs ``decay`` times as much."""
     xp = namespace(state.buffer)
     aged = state.copy()
+    k3 = aged.sum("far_k3")
+    k3[...] = xp.where(k3 < math.inf, k3, 0.0)  # infinity would not fade
     for part in (aged.counts, aged.histogram, aged.sums):
         part *= decay
     kept = aged.n_finite() >= _FORGOTTEN
@@ -116,6 +118,8 @@ class DecayedStats:
     quantiles are available by slice; ``ess`` and ``n_tokens`` are in weighted tokens. The extrema, and with them
     the scale of the weights, are those of every token ever pushed: a maximum cannot be forgotten gradually. They go
     when the whole slice is forgotten, its finite tokens weighing less than 2^-100: it is empty again then.
+    A token whose k3 float64 cannot hold (x above 709) makes ``kl_k3`` infinite at its own step; from the next push
+    on the sum of k3 over far tokens (abs(x) from 0.5 on) starts anew, without it and those before it.
 
     Args:
         decay: weight of the past at each push, 0 < decay < 1; the mean age is decay / (1 - decay) steps.

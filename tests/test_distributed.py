@@ -220,6 +220,36 @@ def test_a_rank_that_does_not_come_is_an_error_in_time(run_world: World, how: st
         assert result["seconds"] < timeout + 5.0
 
 
+@pytest.mark.parametrize("how", ["made", "made with a device", "loaded", "copied", "copied deeply"])
+def test_one_rank_has_a_new_accumulator(run_world: World, how: str) -> None:
+    """The agreement is the process's: a second handshake on one rank would meet the others' reduction."""
+    parts = [("plain", rank) for rank in range(3)]
+    wanted, magnitudes = union(parts), union(parts, absolute=True)
+    for results in run_world(3, "one_is_new", how, timeout=10.0):
+        for result in results:
+            assert_equal(result, wanted, magnitudes)
+
+
+def test_nothing_is_agreed_while_no_rank_has_tokens(run_world: World) -> None:
+    for rank, result in enumerate(run_world(2, "nobody_has_tokens")):
+        assert result["handshakes"] == [2, 2]
+        assert result["agreed"] == {}
+        assert result["free"] == "no error"
+        assert_equal(result["stats"], union([("plain", 0)]), union([("plain", 0)], absolute=True))
+        assert result["agreed then"] == ["cpu"]
+        kept = "ValueError: logp must be on the accumulator's device cpu, got meta"
+        assert result["free without tokens"].startswith("no error" if rank else kept)
+
+
+def test_merge_after_a_reduction_is_refused(run_world: World) -> None:
+    for result in run_world(2, "merge_when_reduced"):
+        text = "after a reduction would mix this rank's tokens into the global state: call reset() first"
+        assert result["update"] == f"RuntimeError: update {text}"
+        assert [*result["errors"], result["pooled"]] == [f"RuntimeError: merge {text}"] * 4
+        assert result["tokens"] == 2 * 257 + 1
+        assert result["after reset"] == 1
+
+
 def test_reduce_reaches_one_rank(run_world: World) -> None:
     results = run_world(3, "reduce_to", 1)
     parts = [("plain", rank) for rank in range(3)]

@@ -124,7 +124,7 @@ def operator_arguments(logp: torch.Tensor, old_logp: torch.Tensor, **given: Any)
     state = State.empty(NAMES, Layout(), (0.2, 0.2), "cpu")
     return (
         *(logp, old_logp, given.get("masks"), given.get("slice_ids"), given.get("mask"), state.buffer),
-        *(len(NAMES), [0.2, 0.2], [5, -24, 8]),
+        *(list(NAMES), [0.2, 0.2], [5, -24, 8]),
     )
 
 

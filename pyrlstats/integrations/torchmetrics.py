@@ -6,8 +6,11 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-import torchmetrics
+try:
+    import torch
+    import torchmetrics
+except ImportError as error:
+    raise ImportError("SliceMetric needs torchmetrics: pip install 'pyrlstats[torchmetrics]'") from error
 
 from pyrlstats._inputs import Masks
 from pyrlstats.accumulator import SliceAccumulator

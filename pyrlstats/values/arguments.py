@@ -18,9 +18,9 @@ from pyrlstats._inputs import (
     Masks,
     _as_array,
     _check_dtype,
-    _masks_by_name,
     _on_common_ground,
     as_ids,
+    masks_by_name,
     resolve_names,
 )
 from pyrlstats._sequences import broadcast_to, possessive
@@ -67,7 +67,7 @@ def prepared(
     by_name: dict[str, str] = {}
     if masks is not None:
         by_name = {name: f"mask of slice {name!r}" for name in known}
-        for key, one in zip(by_name.values(), _masks_by_name(masks, known), strict=True):
+        for key, one in zip(by_name.values(), masks_by_name(masks, known), strict=True):
             arrays[key] = _as_array(key, one)
             _check_dtype(key, arrays[key], _MASKS)
     elif slice_ids is None and len(known) != 1:

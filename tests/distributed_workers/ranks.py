@@ -5,6 +5,7 @@ Each takes (rank, world) and what the test passes on, and returns something that
 
 from __future__ import annotations
 
+import copy
 import datetime
 import os
 import pickle
@@ -159,9 +160,8 @@ def groups(rank: int, world: int) -> dict[str, Any]:
     made.reset().merge(filled("plain", rank))
     result["to 2 or 3"] = made.reduce(2 + rank % 2, mine).compute().to_bytes()
     made.reset().merge(filled("plain", rank))
-    assert made._reduction is not None
     result["world"] = made.all_reduce().compute().to_bytes()
-    assert len(made._reduction._agreed) == 2
+    assert len(distributed._agreements) == 3  # mine, my row, everyone
     store = dist.distributed_c10d._get_default_store()
     dist.barrier()
     dist.destroy_process_group()
@@ -205,6 +205,76 @@ def die(rank: int, world: int, how: str) -> dict[str, Any]:
     assert made.compute().to_bytes() == before
     made.update(*batch("one", 0))  # counts on
     return {"error": error, "seconds": seconds}
+
+
+def one_is_new(rank: int, world: int, how: str) -> list[bytes]:
+    """All reduce, then rank 0 goes on with an accumulator of the same make that has not reduced yet."""
+    made = filled("plain", rank)
+    results = [made.all_reduce().compute().to_bytes()]
+    if rank == 0:
+        made = {
+            "made": accumulator,
+            "made with a device": lambda: accumulator(device="cpu"),
+            "loaded": lambda: pickle.loads(pickle.dumps(made)),
+            "copied": lambda: copy.copy(made),
+            "copied deeply": lambda: copy.deepcopy(made),
+        }[how]()
+    for _ in range(2):
+        made.reset().update(*batch("plain", rank))
+        results.append(made.all_reduce().compute().to_bytes())
+    return results
+
+
+def nobody_has_tokens(rank: int, world: int) -> dict[str, Any]:
+    """A group that serves the CPU and an accelerator, reduced before any rank knows where its tokens will be.
+
+    The words and buffers of the accelerator stay on the CPU here: gloo in the place of its backend.
+    """
+    dist.get_backend_config = lambda group: "cpu:gloo,cuda:nccl"
+    group = dist.group.WORLD
+    made = accumulator()
+    result: dict[str, Any] = {"handshakes": []}
+    for _ in range(2):
+        with count_collectives() as calls:
+            tokens = [int(made.all_reduce().compute()["all"].n_tokens)]
+            made.reset()
+            made = pickle.loads(pickle.dumps(made))
+            tokens.append(int(made.all_reduce().compute()["all"].n_tokens))
+        made.reset()
+        result["handshakes"].append(calls.count("all_reduce MAX int64"))
+        assert tokens == [0, 0]
+        assert made._state is None
+    result["agreed"] = dict(distributed._agreements.get(group, {}))
+    result["free"] = error_of(lambda: made._state_for(torch.device("meta")))  # any device would do
+    made = accumulator()
+    if rank == 0:
+        made.update(*batch("plain", rank))
+    result["stats"] = made.all_reduce().compute().to_bytes()
+    result["agreed then"] = list(distributed._agreements[group].values())
+    made.reset()
+    result["free without tokens"] = error_of(lambda: made._state_for(torch.device("meta")))
+    return result
+
+
+def merge_when_reduced(rank: int, world: int) -> dict[str, Any]:
+    made = filled("plain", rank)
+    more = filled("one", rank)
+    before = made.all_reduce().compute().to_bytes()
+
+    def add() -> None:
+        nonlocal made
+        made += more
+
+    errors = [error_of(lambda: made.merge(more)), error_of(lambda: made.merge([more.compute()])), error_of(add)]
+    assert made.compute().to_bytes() == before
+    pooled = made + more  # a new one, reduced as well
+    return {
+        "errors": errors,
+        "update": error_of(lambda: made.update(*batch("one", 0))),
+        "tokens": int(pooled.compute()["all"].n_tokens),
+        "pooled": error_of(lambda: pooled.merge(more)),
+        "after reset": int(made.reset().merge(more).compute()["all"].n_tokens),
+    }
 
 
 def reduce_to(rank: int, world: int, dst: int) -> dict[str, Any]:
