@@ -10,14 +10,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import astuple
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-from pyrlstats.layout import COUNTS, MAXIMA, STATE_VERSION, SUMS, Layout
+from pyrlstats.layout import COUNTS, MAXIMA, SUMS, Layout
 from pyrlstats.slice_stats import SliceStats
 from pyrlstats.state import State, words_of
 
@@ -47,12 +46,15 @@ def to_arrow(steps: Iterable[tuple[int, SliceStats]]) -> Any:
 
     Raises:
         ValueError: no steps, or steps with different slices, layout or clip.
+        TypeError: other statistics than SliceStats.
         ImportError: pyarrow is missing.
     """
     pa = _pyarrow()
     rows: dict[str, list[Any]] = {}
     first: State | None = None
     for step, stats in steps:
+        if not isinstance(stats, SliceStats):
+            raise TypeError(f"a table holds SliceStats, got {type(stats).__name__}: save others with to_bytes()")
         state = stats.state.to_host()
         first = state if first is None else first
         first.check_mergeable(state)
@@ -65,13 +67,8 @@ def to_arrow(steps: Iterable[tuple[int, SliceStats]]) -> Any:
         pa.field(name, types.get(name) or (pa.int64() if isinstance(values[0], int) else pa.float64()), nullable=False)
         for name, values in rows.items()
     ]
-    make = {
-        "version": STATE_VERSION,
-        "names": first.names,
-        "layout": astuple(first.layout),
-        "clip": first.clip,
-    }
-    schema = pa.schema(fields, metadata={_METADATA: json.dumps(make).encode()})
+    parts = first.parts(SliceStats.kind)
+    schema = pa.schema(fields, metadata={_METADATA: json.dumps(parts).encode()})
     return pa.table({name: pa.array(values, schema.field(name).type) for name, values in rows.items()}, schema=schema)
 
 
@@ -105,8 +102,8 @@ def from_arrow(table: Any) -> list[tuple[int, SliceStats]]:
     if metadata is None:
         raise ValueError("not a table of pyrlstats: its schema has no 'pyrlstats' metadata")
     try:
-        make = json.loads(metadata)
-        names = list(make["names"])
+        parts = json.loads(metadata)
+        names = list(parts["names"])
         state_columns = _state_types()
         for name, wanted in state_columns.items():
             if table.schema.field(name).type != wanted:
@@ -118,7 +115,8 @@ def from_arrow(table: Any) -> list[tuple[int, SliceStats]]:
             rows = range(start, start + len(names))
             if slices[rows.start : rows.stop] != names or len(set(steps[rows.start : rows.stop])) != 1:
                 raise ValueError(f"the rows of step {steps[start]} must be the slices {names}, in this order")
-            state = State.from_parts(**make, buffer=np.zeros(words_of(len(names), Layout(*make["layout"])), np.int64))
+            words = words_of(len(names), Layout(*parts["layout"]))
+            state = State.from_parts(parts, SliceStats.kind, np.zeros(words, np.int64))
             for index, row in enumerate(rows):
                 _fill(state, index, {name: values[row] for name, values in columns.items()})
             state.check_consistent()
@@ -152,20 +150,27 @@ def read_parquet(path: str | Path) -> list[tuple[int, SliceStats]]:
     A step that was written again, after a run was resumed, counts as it was written last.
 
     Raises:
-        FileNotFoundError: nothing at ``path``.
+        FileNotFoundError: nothing at ``path``, or a folder without steps.
         ValueError: something else there, or damaged.
     """
-    pa = _pyarrow()
+    files = _parts(path) if Path(path).is_dir() else [Path(path)]
+    if not files:
+        raise FileNotFoundError(f"{path} holds no part-*.parquet: no steps have been written there")
     pairs: dict[int, SliceStats] = {}
-    for file in _parts(path) if Path(path).is_dir() else [Path(path)]:
-        try:
-            table = pa.parquet.ParquetFile(file, page_checksum_verification=True).read()
-        except (pa.ArrowException, OSError) as error:
-            if isinstance(error, FileNotFoundError):
-                raise
-            raise ValueError(f"{file} is not a Parquet file: {error}") from error
-        pairs.update(from_arrow(table))
+    for file in files:
+        pairs.update(_read_file(file))
     return sorted(pairs.items())
+
+
+def _read_file(file: Path) -> list[tuple[int, SliceStats]]:
+    pa = _pyarrow()
+    try:
+        table = pa.parquet.ParquetFile(file, page_checksum_verification=True).read()
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, FileNotFoundError):
+            raise
+        raise ValueError(f"{file} is not a Parquet file: {error}") from error
+    return from_arrow(table)
 
 
 def _parts(folder: str | Path) -> list[Path]:
@@ -181,6 +186,9 @@ class ParquetWriter:
     Args:
         folder: created where it does not exist.
         rows: steps kept in memory between writes.
+
+    Raises:
+        ValueError: the folder's last file is no table of pyrlstats.
     """
 
     def __init__(self, folder: str | Path, rows: int = 100) -> None:
@@ -188,13 +196,14 @@ class ParquetWriter:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._rows = rows
         self._pending: list[tuple[int, SliceStats]] = []
-        self._like: State | None = None
+        parts = _parts(folder)
+        self._like: State | None = _read_file(parts[-1])[-1][1].state if parts else None
 
     def append(self, step: int, stats: SliceStats) -> None:
         """Add one step. Copies its state to the host.
 
         Raises:
-            ValueError: other slices, layout or clip than the steps before; nothing is changed.
+            ValueError: other slices, layout or clip than the steps before, in the folder too; nothing is changed.
         """
         host = SliceStats(stats.state.to_host().copy())
         self._like = self._like or host.state

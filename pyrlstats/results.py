@@ -7,14 +7,13 @@ views, in the names that quantiles have in ``to_dict``, in the default quantiles
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
 from pyrlstats import quantiles as _quantiles
 from pyrlstats.cells import Numbers, as_list, probabilities
-from pyrlstats.layout import STATE_VERSION
 from pyrlstats.quantiles import Histogram
 from pyrlstats.state import Array, State, on_one_device
 
@@ -223,40 +222,35 @@ class Statistics(Mapping[str, OneView], Generic[OneView]):
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """Names, layout, clip, version and the state's buffer (on its device), for a checkpoint or a Ray driver."""
-        return {
-            "version": STATE_VERSION,
-            "names": list(self.state.names),
-            "layout": astuple(self.state.layout),
-            "clip": self.state.clip,
-            "buffer": self.state.buffer,
-        }
+        """Kind, make and version of the state and its buffer (on its device), for a checkpoint or a Ray driver."""
+        return {**self.state.parts(self.kind), "buffer": self.state.buffer}
 
     @classmethod
     def from_state_dict(cls, state_dict: Mapping[str, Any]) -> Self:
         """What :meth:`state_dict` gave.
 
         Raises:
-            ValueError: another version, or contents that do not fit together.
+            ValueError: another version or kind, or contents that do not fit together.
         """
-        return cls(State.from_parts(**state_dict))
+        parts = dict(state_dict)
+        return cls(State.from_parts(parts, cls.kind, parts.pop("buffer", None)))
 
     def to_bytes(self) -> bytes:
         """A versioned, checksummed binary form; see :mod:`pyrlstats.binary`. Copies the state to the host."""
         from pyrlstats import binary
 
-        return binary.to_bytes(self.state.to_host())
+        return binary.to_bytes(self.state.to_host(), self.kind)
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> Self:
         """What :meth:`to_bytes` gave, in NumPy memory, equal to the bit.
 
         Raises:
-            ValueError: data that is truncated, corrupted, foreign or of another version.
+            ValueError: data that is truncated, corrupted, foreign or of another version or kind.
         """
         from pyrlstats import binary
 
-        return cls(binary.from_bytes(data))
+        return cls(binary.from_bytes(data, cls.kind))
 
     def __getstate__(self) -> dict[str, Any]:
         # in NumPy memory: a GPU's statistics can be read on a machine without one, or without torch

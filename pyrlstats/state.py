@@ -10,8 +10,8 @@ The last two are float64 views of the same words. The size depends on slices and
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,8 @@ import numpy as np
 from pyrlstats.layout import COUNTS, LOG2E, MAXIMA, STATE_VERSION, SUMS, Layout, check_clip, check_names
 
 Array = Any  # a NumPy array or a torch tensor
+
+PARTS = {"version", "kind", "names", "layout", "clip"}  # that a saved state names beside its buffer
 
 _MAX_COUNT = 2**53  # what float64 holds exactly
 _MAX_FLOAT32 = 3.4028234663852886e38
@@ -128,30 +130,45 @@ class State:
         """A state of no tokens: on a torch device, or in NumPy memory where ``device`` is None."""
         return cls(tuple(names), layout, clip, _empty_buffer(len(names), layout, device))
 
+    def parts(self, kind: str) -> dict[str, Any]:
+        """What tells a saved buffer's meaning, as plain values: the ``kind`` of its statistics, and its make."""
+        return {
+            "version": STATE_VERSION,
+            "kind": kind,
+            "names": list(self.names),
+            "layout": list(astuple(self.layout)),
+            "clip": list(self.clip),
+        }
+
     @classmethod
-    def from_parts(
-        cls, *, version: int, names: Sequence[str], layout: Sequence[int], clip: Sequence[float], buffer: Array
-    ) -> State:
-        """A state from its parts, checked.
+    def from_parts(cls, parts: Mapping[str, Any], kind: str, buffer: Array) -> State:
+        """A state from what :meth:`parts` gave, checked.
 
         Args:
-            version: the STATE_VERSION that wrote the buffer.
-            names, layout, clip: as plain sequences; ``layout`` are the three numbers of Layout.
+            parts: version, kind, names, layout and clip.
+            kind: of the statistics wanted: "log_ratio" or "value".
             buffer: int64 (words,), taken as it is, not copied.
 
         Raises:
-            ValueError: another version, bad names, layout or clip, or a buffer that does not fit or could not
-                have been counted from tokens.
+            ValueError: other parts, another version or kind, bad names, layout or clip, or a buffer that does not fit.
         """
-        if version != STATE_VERSION:
-            raise ValueError(f"state version {STATE_VERSION} is supported, got {version!r}: use the same pyrlstats")
+        if set(parts) != PARTS:
+            raise ValueError(f"the parts of a state are {sorted(PARTS)}, got {sorted(map(str, parts))}")
+        if parts["version"] != STATE_VERSION:
+            raise ValueError(
+                f"state version {STATE_VERSION} is supported, got {parts['version']!r}: use the same pyrlstats"
+            )
+        if parts["kind"] != kind:
+            raise ValueError(f"statistics of kind {kind!r} are wanted, got {parts['kind']!r}: read them as those")
         try:
-            state = cls(check_names(names), Layout(*layout), check_clip((clip[0], clip[1])), buffer)
+            low, high = parts["clip"]
+            state = cls(check_names(parts["names"]), Layout(*parts["layout"]), check_clip((low, high)), buffer)
         except (TypeError, IndexError) as error:
             raise ValueError(f"not the parts of a state: {error}") from error
         words = words_of(len(state.names), state.layout)
-        if tuple(buffer.shape) != (words,) or buffer.dtype != namespace(buffer).int64:
-            raise ValueError(f"buffer must hold {words} int64 words, got {buffer.dtype} of shape {tuple(buffer.shape)}")
+        dtype, shape = getattr(buffer, "dtype", type(buffer).__name__), tuple(getattr(buffer, "shape", ()))
+        if shape != (words,) or dtype != namespace(buffer).int64:
+            raise ValueError(f"buffer must hold {words} int64 words, got {dtype} of shape {shape}")
         return state
 
     def check_consistent(self) -> None:

@@ -21,6 +21,7 @@ from pyrlstats import Layout, SliceAccumulator, SliceStats
 from pyrlstats.binary import MAGIC
 from pyrlstats.layout import COUNTS
 from pyrlstats.state import State
+from pyrlstats.values import ValueStats, value_stats
 
 CORPUS = Path(__file__).parent / "corpus"
 SMALL = Layout(mantissa_bits=0, min_exp=-4, max_exp=4)
@@ -46,6 +47,24 @@ VALID = (CORPUS / "state_v1.bin").read_bytes()  # example(), as the first releas
 HEADER_LENGTH = struct.unpack_from("<I", VALID, 12)[0]
 HEADER = json.loads(VALID[16 : 16 + HEADER_LENGTH])
 PAYLOAD = VALID[16 + HEADER_LENGTH :]
+
+
+def test_kinds_are_not_mixed_up() -> None:
+    """Rewards are no log-ratios: their bytes would answer with a KL."""
+    rewards = value_stats(np.array([1.0, 2.0], np.float32))
+    assert ValueStats.from_bytes(rewards.to_bytes())["all"].mean == 1.5
+    for read in (SliceStats.from_bytes, lambda data: SliceStats.from_state_dict(rewards.state_dict())):
+        with pytest.raises(ValueError, match="kind 'log_ratio' are wanted, got 'value'"):
+            read(rewards.to_bytes())
+    with pytest.raises(ValueError, match="kind 'value' are wanted, got 'log_ratio'"):
+        ValueStats.from_bytes(VALID)
+
+
+@pytest.mark.parametrize("broken", [{}, {"buffer": None}, {"more": 1}], ids=str)
+def test_state_dicts_that_are_none(broken: dict[str, Any]) -> None:
+    whole = example().state_dict()
+    with pytest.raises(ValueError, match=r"the parts of a state are|int64 words"):
+        SliceStats.from_state_dict({**whole, **broken} if broken else {})
 
 
 @pytest.mark.parametrize("layout", [SMALL, Layout(), Layout(mantissa_bits=7, min_exp=-24, max_exp=40)], ids=str)

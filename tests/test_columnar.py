@@ -17,6 +17,7 @@ import torch
 from pyrlstats import SliceAccumulator, SliceStats
 from pyrlstats.columnar import ParquetWriter, from_arrow, read_parquet, to_arrow, write_parquet
 from pyrlstats.layout import Layout
+from pyrlstats.values import value_stats
 from pyrlstats.windows import between
 
 NAMES = ("all", "post_tool", "none")
@@ -191,7 +192,25 @@ def test_writer(tmp_path: Path) -> None:
     again.flush()
     again.flush()
     assert read_parquet(folder)[2][1].to_bytes() == STEPS[0][1].to_bytes()
-    assert read_parquet(tmp_path) == []
+    with pytest.raises(ValueError, match="different clip"):
+        again.append(13, step_stats(0, clip=(0.1, 0.1)))
+    with pytest.raises(FileNotFoundError, match=r"holds no part-\*\.parquet"):
+        read_parquet(tmp_path)
+
+
+def test_a_writer_continues_only_what_it_fits(tmp_path: Path) -> None:
+    with ParquetWriter(tmp_path / "run") as writer:
+        writer.append(*STEPS[0])
+    before = read_parquet(tmp_path / "run")
+    with pytest.raises(ValueError, match="different clip"):
+        ParquetWriter(tmp_path / "run").append(1, step_stats(0, clip=(0.1, 0.1)))
+    assert_equal(read_parquet(tmp_path / "run"), before)
+
+
+def test_other_statistics_are_not_labelled_as_log_ratios(tmp_path: Path) -> None:
+    rewards = value_stats(np.ones(3, np.float32))
+    with pytest.raises(TypeError, match="a table holds SliceStats, got ValueStats"):
+        to_arrow([(0, rewards)])
 
 
 def test_writer_keeps_what_it_was_given(tmp_path: Path) -> None:
