@@ -43,7 +43,7 @@ def slice_stats(
             too large is counted in ``n_out_of_range``.
         names: slice names, distinct, not empty, without "/".
         mask: ANDed into every slice, such as a response mask; broadcasts to logp's shape.
-        clip: (low, high) of the ratio clip, 0 < low < 1, high > 0.
+        clip: (low, high), distances from 1: ratios outside [1 - low, 1 + high] are clipped; 0 < low < 1, high > 0.
         layout: bins of the histogram.
         num_threads: on the CPU, at most so many; None is ``torch.get_num_threads()`` for tensors, else the CPUs of
             this process. The same bits for any number.

@@ -138,5 +138,5 @@ def probabilities(q: Numbers) -> tuple[list[float], bool]:
     values, scalar = as_list("q", q)
     for value in values:
         if not 0.0 <= value <= 1.0:
-            raise ValueError(f"q must lie in [0, 1], got {value}")
+            raise ValueError(f"q must lie in [0, 1], got {value}: 0.99 is the 99th percentile")
     return values, scalar

@@ -81,9 +81,9 @@ def check_clip(clip: tuple[float, float]) -> tuple[float, float]:
     except (TypeError, ValueError) as error:
         raise ValueError(f"clip must be two numbers (low, high), got {clip!r}") from error
     if not 0.0 < low < 1.0:
-        raise ValueError(f"clip low must satisfy 0 < low < 1, got {low}")
+        raise ValueError(f"clip low must satisfy 0 < low < 1, got {low}: ratios below 1 - low are clipped")
     if not 0.0 < high < math.inf:
-        raise ValueError(f"clip high must be positive and finite, got {high}")
+        raise ValueError(f"clip high must be positive and finite, got {high}: ratios above 1 + high are clipped")
     return low, high
 
 

@@ -117,6 +117,13 @@ class Statistics(Mapping[str, OneView], Generic[OneView]):
         self._values: dict[Callable[[State], Array], Array] = {}
         self._values_at: dict[tuple[Callable[..., Any], float], Any] = {}
 
+    if not TYPE_CHECKING:  # a type checker should go on refusing unknown names
+
+        def __getattr__(self, name: str) -> Any:
+            state = self.__dict__.get("state")
+            hint = f": slices are items, [{name!r}]" if state is not None and name in state.names else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
+
     def __getitem__(self, name: str) -> OneView:
         try:
             return self._view(self, self.state.names.index(name))

@@ -8,6 +8,7 @@ import inspect
 import json
 import math
 import pickle
+import re
 import subprocess
 import sys
 import weakref
@@ -674,3 +675,10 @@ def test_public_names_and_types():
             untyped = [one.name for one in signature.parameters.values() if one.annotation is one.empty]
             assert untyped in ([], ["self"], ["cls"]), f"{name}.{key}"
             assert function.__doc__, f"{name}.{key}"
+
+
+def test_a_slice_asked_for_as_an_attribute():
+    stats = pyrlstats.slice_stats(np.ones(3, np.float32), np.zeros(3, np.float32), {"late": np.ones(3)})
+    with pytest.raises(AttributeError, match=re.escape("no attribute 'late': slices are items, ['late']")):
+        stats.late  # noqa: B018
+    assert not hasattr(stats, "other")
