@@ -183,6 +183,11 @@ def test_memory_and_device_are_kept() -> None:
     assert twin.update(x, x).compute()["all"].n_tokens == 10
     assert accumulator.compute()["all"].n_tokens == 5
     assert twin.device == accumulator.device
+    for copied in (copy.copy(accumulator), copy.deepcopy(accumulator)):
+        assert copied.reset().update(x, x).compute()["all"].n_tokens == 5
+        accumulator.update(x, x)
+        assert copied.compute()["all"].n_tokens == 5
+    assert accumulator.compute()["all"].n_tokens == 15
     assert SliceAccumulator(["all"], device="mps").device == torch.device("cpu")  # it has no float64
 
 

@@ -108,8 +108,15 @@ def test_errors_count_nothing() -> None:
     def compiled(call: Any) -> Any:
         return torch.compile(call, fullgraph=True, backend="aot_eager")
 
-    with pytest.raises(Exception, match="masks must hold exactly the slices"):
-        compiled(lambda: made.update(logp, old_logp, {"all": masks["all"]}))()
+    for given, message in (
+        ({"all": masks["all"]}, r"masks must hold exactly the slices \['all', 'some'\]: missing \['some'\], unknown"),
+        ([masks["all"]], "got 1 masks and 2 names"),
+        (masks["all"], "got a single array"),
+    ):
+        with pytest.raises(Exception, match=message):
+            compiled(lambda given=given: made.update(logp, old_logp, given))()
+    with pytest.raises(ValueError, match=r"mask of slice 'some' must broadcast to logp's shape \(20, 3\), got \(7,\)"):
+        compiled(lambda: made.update(logp, old_logp, {**masks, "some": torch.ones(7)}))()
     with pytest.raises(Exception, match=r"SliceAccumulator\(names, device=...\)"):
         compiled(lambda: homeless.update(logp, old_logp, masks))()
     with pytest.raises(ValueError, match="old_logp must have logp's shape"):

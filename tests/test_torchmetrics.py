@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
+import sys
 from typing import Any
 
 import numpy as np
@@ -96,6 +98,13 @@ def test_a_collection_shares_only_states_of_one_make() -> None:
     assert result["usual_all/clip_fraction"] == np.count_nonzero((x < np.log(0.8)) | (x > np.log(1.2))) / 100
     assert result["wide_all/clip_fraction"] == np.count_nonzero((x < np.log(0.5)) | (x > np.log(3.0))) / 100
     assert sorted(map(sorted, collection.compute_groups.values())) == [["twin", "usual"], ["wide"]]
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchmetrics", None)
+    monkeypatch.delitem(sys.modules, "pyrlstats.integrations.torchmetrics")
+    with pytest.raises(ImportError, match=r"pip install 'pyrlstats\[torchmetrics\]'"):
+        importlib.import_module("pyrlstats.integrations.torchmetrics")
 
 
 def test_inputs_are_checked() -> None:

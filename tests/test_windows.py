@@ -144,6 +144,19 @@ def test_decayed_statistics_are_forgotten_cleanly() -> None:
     assert float(decayed["all"].kl_k2) == pytest.approx(step_of(np.array([0.01, 0.02]))["all"].kl_k2, rel=1e-12)
 
 
+def test_an_infinite_k3_does_not_stay() -> None:
+    decayed = DecayedStats(0.5).push(step_of(np.array([0.1, 3.0])))
+    decayed.push(step_of(np.array([0.1, 5000.0])))
+    assert math.isinf(decayed["all"].kl_k3)
+    for fresh in (1.0, 1.5):  # the weighted sum of k3 over far tokens holds the steps since then
+        decayed.push(step_of(np.array([0.1, -3.0])))
+        near, far = (math.expm1(x) - x for x in (float(np.float32(0.1)), -3.0))
+        tokens = float(decayed["all"].n_finite) / 2.0
+        assert float(decayed["all"].kl_k3) * 2.0 * tokens == pytest.approx(near * tokens + far * fresh, rel=1e-6)
+    assert float(decayed["some"].kl_k3) == pytest.approx(near, rel=1e-6)
+    assert float(decayed["all"].log_ratio_max) == 5000.0
+
+
 def test_only_tokens_that_are_not_finite() -> None:
     decayed = DecayedStats(0.9)
     for _ in range(50):
