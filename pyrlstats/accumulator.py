@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pyrlstats import _dispatch
@@ -109,13 +109,18 @@ class SliceAccumulator:
         reduced: it holds other ranks' tokens.
 
         Raises:
+            TypeError: statistics of another kind, or no statistics.
             ValueError: other names, layout or clip, or tensors on different devices; nothing is changed.
             RuntimeError: a reduction is under way, or done without ``reset`` since: merge results
                 (``acc.compute() + other``) to pool a global state with more.
         """
         self._check_idle()
         self._check_local("merge")
-        others = [other] if isinstance(other, (SliceAccumulator, SliceStats)) else list(other)
+        single = not isinstance(other, Iterable) or isinstance(other, (Mapping, str, bytes))
+        others: list[Any] = [other] if single else list(other)  # type: ignore[arg-type]
+        for one in others:
+            if not isinstance(one, (SliceAccumulator, SliceStats)):
+                raise TypeError(f"merge takes SliceAccumulator, SliceStats or an iterable, got {type(one).__name__}")
         states = [one.state if isinstance(one, SliceStats) else one._state or one._empty(None) for one in others]
         first, *rest = on_one_device([self._state or self._empty(None), *states])
         pooled = first.copy()

@@ -53,8 +53,7 @@ def to_arrow(steps: Iterable[tuple[int, SliceStats]]) -> Any:
     rows: dict[str, list[Any]] = {}
     first: State | None = None
     for step, stats in steps:
-        if not isinstance(stats, SliceStats):
-            raise TypeError(f"a table holds SliceStats, got {type(stats).__name__}: save others with to_bytes()")
+        _check_kind(stats)
         state = stats.state.to_host()
         first = state if first is None else first
         first.check_mergeable(state)
@@ -70,6 +69,11 @@ def to_arrow(steps: Iterable[tuple[int, SliceStats]]) -> Any:
     parts = first.parts(SliceStats.kind)
     schema = pa.schema(fields, metadata={_METADATA: json.dumps(parts).encode()})
     return pa.table({name: pa.array(values, schema.field(name).type) for name, values in rows.items()}, schema=schema)
+
+
+def _check_kind(stats: object) -> None:
+    if not isinstance(stats, SliceStats):
+        raise TypeError(f"a table holds SliceStats, got {type(stats).__name__}: save others with to_bytes()")
 
 
 def _columns(step: int, stats: SliceStats) -> dict[str, list[Any]]:
@@ -197,14 +201,18 @@ class ParquetWriter:
         self._rows = rows
         self._pending: list[tuple[int, SliceStats]] = []
         parts = _parts(folder)
-        self._like: State | None = _read_file(parts[-1])[-1][1].state if parts else None
+        self._like: State | None = None
+        for _, stats in _read_file(parts[-1]) if parts else []:
+            self._like = stats.state
 
     def append(self, step: int, stats: SliceStats) -> None:
         """Add one step. Copies its state to the host.
 
         Raises:
+            TypeError: other statistics than SliceStats.
             ValueError: other slices, layout or clip than the steps before, in the folder too; nothing is changed.
         """
+        _check_kind(stats)
         host = SliceStats(stats.state.to_host().copy())
         self._like = self._like or host.state
         self._like.check_mergeable(host.state)

@@ -32,6 +32,7 @@ class Window:
         """Add one step; the oldest one leaves when the window is full. Does not sync.
 
         Raises:
+            TypeError: statistics of another kind.
             ValueError: other slices, layout or clip than the steps before, or tensors on another device; nothing
                 is changed.
         """
@@ -60,7 +61,11 @@ class Window:
 
 
 def _snapshot(stats: SliceStats | SliceAccumulator) -> SliceStats:
-    return stats if isinstance(stats, SliceStats) else stats.compute()
+    if isinstance(stats, SliceAccumulator):
+        return stats.compute()
+    if not isinstance(stats, SliceStats):
+        raise TypeError(f"push takes SliceStats or a SliceAccumulator, got {type(stats).__name__}")
+    return stats
 
 
 def between(steps: Iterable[tuple[int, SliceStats]], first: int, last: int) -> SliceStats:
@@ -138,6 +143,7 @@ class DecayedStats:
         """Weigh the past down by ``decay`` and add one step of exact statistics. Does not sync.
 
         Raises:
+            TypeError: statistics of another kind.
             ValueError: other slices, layout or clip than before, tensors on another device, or decayed statistics;
                 nothing is changed.
         """

@@ -58,6 +58,10 @@ def test_kinds_are_not_mixed_up() -> None:
             read(rewards.to_bytes())
     with pytest.raises(ValueError, match="kind 'value' are wanted, got 'log_ratio'"):
         ValueStats.from_bytes(VALID)
+    accumulator = SliceAccumulator(["all"], layout=rewards.state.layout)
+    for other in (rewards, [rewards]):
+        with pytest.raises(TypeError, match="merge takes SliceAccumulator, SliceStats or an iterable, got ValueStats"):
+            accumulator.merge(other)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("broken", [{}, {"buffer": None}, {"more": 1}], ids=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,10 @@ def without_metadata(metadata: bytes | None) -> pa.Table:
     return to_arrow(STEPS).replace_schema_metadata(None if metadata is None else {b"pyrlstats": metadata})
 
 
+def parts_with(**changed: Any) -> bytes:
+    return json.dumps({**STEPS[0][1].state.parts(SliceStats.kind), **changed}).encode()
+
+
 def cast(column: str, kind: Any) -> pa.Table:
     table = to_arrow(STEPS)
     index = table.column_names.index(column)
@@ -119,12 +124,9 @@ DAMAGED = {
     "metadata of no object": lambda: without_metadata(b"[1]"),
     "metadata of no JSON": lambda: without_metadata(b"{"),
     "metadata without names": lambda: without_metadata(b"{}"),
-    "metadata with a bad layout": lambda: without_metadata(
-        b'{"version": 1, "names": ["all", "post_tool", "none"], "layout": [99, 0, 1], "clip": [0.2, 0.2]}'
-    ),
-    "another version": lambda: without_metadata(
-        b'{"version": 2, "names": ["all", "post_tool", "none"], "layout": [5, -24, 8], "clip": [0.2, 0.2]}'
-    ),
+    "metadata with a bad layout": lambda: without_metadata(parts_with(layout=[99, 0, 1])),
+    "another version": lambda: without_metadata(parts_with(version=2)),
+    "another kind": lambda: without_metadata(parts_with(kind="value")),
     "a foreign table": lambda: pa.table({"step": [1], "slice": ["all"]}, metadata={b"pyrlstats": b"{}"}),
     "a bin too far": lambda: replaced("state.bins", 0, [2048]),
     "a negative bin": lambda: replaced("state.bins", 0, [-1]),
@@ -150,6 +152,10 @@ DAMAGED = {
 def test_refused_tables(damage: str) -> None:
     with pytest.raises(ValueError):
         from_arrow(DAMAGED[damage]())
+
+
+def test_the_metadata_is_read_back() -> None:
+    assert_equal(from_arrow(without_metadata(parts_with())), STEPS)
 
 
 def test_refused_files(tmp_path: Path) -> None:
@@ -211,6 +217,8 @@ def test_other_statistics_are_not_labelled_as_log_ratios(tmp_path: Path) -> None
     rewards = value_stats(np.ones(3, np.float32))
     with pytest.raises(TypeError, match="a table holds SliceStats, got ValueStats"):
         to_arrow([(0, rewards)])
+    with ParquetWriter(tmp_path) as writer, pytest.raises(TypeError, match="a table holds SliceStats, got ValueStats"):
+        writer.append(0, rewards)  # type: ignore[arg-type]
 
 
 def test_writer_keeps_what_it_was_given(tmp_path: Path) -> None:

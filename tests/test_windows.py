@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyrlstats import Layout, SliceAccumulator, SliceStats, slice_stats
+from pyrlstats.values import value_stats
 from pyrlstats.windows import DecayedStats, Window, between
 
 NAMES = ("all", "some")
@@ -71,6 +72,9 @@ def test_a_window_refuses_without_changing() -> None:
             window.push(other)
         with pytest.raises(ValueError, match="cannot be merged"):
             DecayedStats(0.5).push(step_of(np.ones(3))).push(other)
+    for push in (window.push, DecayedStats(0.5).push):
+        with pytest.raises(TypeError, match="push takes SliceStats or a SliceAccumulator, got ValueStats"):
+            push(value_stats(one))  # type: ignore[arg-type]
     for last in (0, -1, 2):
         with pytest.raises(ValueError, match="last must lie in 1 to 1"):
             window.compute(last)
