@@ -90,7 +90,8 @@ def render() -> None:
     """Render the committed results into README.md and docs/benchmarks.md, between their markers; draw their plots."""
     from benchmarks import figures, markdown, suite
 
-    for result in markdown.RESULTS.glob("*.json"):
+    found = (markdown.RESULTS / f"{device}.json" for device in ("cpu", "gpu"))  # others lie beside them
+    for result in filter(Path.exists, found):
         figures.draw(suite.load(result), result.with_suffix(".png"))
     for path in markdown.render():
         typer.echo(f"rendered {path}")

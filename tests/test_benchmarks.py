@@ -326,6 +326,21 @@ class TestMarkdown:
         assert "No run is committed yet" in text
         assert markdown.render((page,), tmp_path) == []
 
+    def test_command_draws_its_own_results_only(
+        self, document: suite.Document, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pytest.importorskip("matplotlib")
+        typer = pytest.importorskip("typer.testing")
+        from benchmarks.cli import app
+
+        suite.save(document, tmp_path / "cpu.json")
+        (tmp_path / "kernels.json").write_text("[]")  # of another benchmark
+        monkeypatch.setattr(markdown, "RESULTS", tmp_path)
+        monkeypatch.setattr(markdown, "render", lambda: [])
+        rendered = typer.CliRunner().invoke(app, ["render"])
+        assert rendered.exit_code == 0, rendered.output
+        assert sorted(path.name for path in tmp_path.glob("*.png")) == ["cpu.png"]
+
     def test_unknown_sections_are_refused(self, tmp_path: Path) -> None:
         page = tmp_path / "page.md"
         page.write_text("<!-- benchmarks:cpu-nonsense -->\n<!-- /benchmarks:cpu-nonsense -->\n")
