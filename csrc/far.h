@@ -96,7 +96,6 @@ __attribute__((noinline)) void far_groups(Set& set, const float* x, int groups) 
   D x_sum = load(set.far_x), x2_sum = load(set.far_x2), abs_sum = load(set.far_abs);
   D w_sum = load(set.far_w), w2_sum = load(set.far_w2), k3_sum = load(set.far_k3);
   for (const float* end = x + kGroup * groups; x < end; x += kGroup) {
-    F w_group = splat(0.0f), w2_group = splat(0.0f), k3_group = splat(0.0f);
 #pragma GCC unroll 4
     for (int i = 0; i < kGroup; i += kLanes) {
       const F v = load(x + i);
@@ -111,17 +110,17 @@ __attribute__((noinline)) void far_groups(Set& set, const float* x, int groups) 
       const F k = p * (r * r);
       const F s = power_from_magic(shifted);
       const F w = fma(s * unit, r + k, s * unit);
-      k3_group = k3_group + fma(s, k, fma(s, r, s - one) - v);  // nothing cancels
-      w_group = w_group + w;
-      w2_group = fma(w, w, w2_group);
+      const F k3 = fma(s, k, fma(s, r, s - one) - v);  // nothing cancels
+      // summed in float64 at once: float32 rounds equal tokens all the same way, 16 of them by 1e-6
+      const D w_low = low_half(w), w_high = high_half(w);
+      w_sum = w_sum + (w_low + w_high);
+      w2_sum = fma(w_high, w_high, fma(w_low, w_low, w2_sum));
+      k3_sum = k3_sum + (low_half(k3) + high_half(k3));
       const D low = low_half(v), high = high_half(v);
       x_sum = x_sum + (low + high);
       abs_sum = abs_sum + (abs(low) + abs(high));
       x2_sum = fma(high, high, fma(low, low, x2_sum));
     }
-    w_sum = w_sum + (low_half(w_group) + high_half(w_group));
-    w2_sum = w2_sum + (low_half(w2_group) + high_half(w2_group));
-    k3_sum = k3_sum + (low_half(k3_group) + high_half(k3_group));
   }
   store(set.far_x, x_sum);
   store(set.far_x2, x2_sum);

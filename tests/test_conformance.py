@@ -428,6 +428,14 @@ def test_extrema_of_runs(engine, oracle, rng):
         oracle.check_call(engine, x, torch.zeros(len(x)))
 
 
+def test_equal_tokens_in_full_groups(engine, oracle, rng):
+    """Rounding errors of equal tokens all point one way: they may not add up."""
+    for _ in range(200):
+        value = rng.uniform(0.5, 20.0) * rng.choice([-1.0, 1.0])
+        x = torch.full((int(rng.integers(64, 400)),), value)
+        oracle.check_call(engine, x, torch.zeros(len(x)))
+
+
 @pytest.mark.parametrize("mantissa_bits", [0, 7, 8, 10])
 def test_layouts_with_many_tokens(engine, oracle, rng, mantissa_bits):
     """Few and many bins while many tokens pass: whatever is flushed on the way has room."""
