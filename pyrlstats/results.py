@@ -147,6 +147,9 @@ class Statistics(Mapping[str, OneView], Generic[OneView]):
     if not TYPE_CHECKING:  # a type checker should go on refusing unknown names
 
         def __getattr__(self, name: str) -> Any:
+            attribute = getattr(type(self), name, None)
+            if isinstance(attribute, property):
+                return attribute.fget(self)  # Python came here for its AttributeError: raise it
             state = self.__dict__.get("state")
             hint = f": slices are items, [{name!r}]" if state is not None and name in state.names else ""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")

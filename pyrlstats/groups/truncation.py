@@ -73,9 +73,9 @@ def _clamped_sums(state: State) -> tuple[Array, Array, Array]:
     at_hi, at_lo = (n_above * hi if hi < float("inf") else 0.0 * n_above), n_below * lo
     at_hi2, at_lo2 = (at_hi * hi if hi < float("inf") else at_hi), at_lo * lo
     # tiny weights keep their scale unless others stand beside them
-    e = xp.where(at_hi + at_lo > 0, 0.0, k)
-    up = power_of_two(k - e)
-    return e, up * first + (at_hi + at_lo), up**2 * second + (at_hi2 + at_lo2)
+    e = xp.where(at_hi + at_lo > 0, xp.clip(k, 0.0, None), k)
+    up, down = power_of_two(k - e), power_of_two(xp.where(at_hi + at_lo > 0, -e, 0.0))
+    return e, up * first + down * (at_hi + at_lo), up**2 * second + down**2 * (at_hi2 + at_lo2)
 
 
 def clamped_ratio_mean(state: State) -> Array:
