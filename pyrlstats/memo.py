@@ -10,7 +10,7 @@ from pyrlstats.state import Array, State
 
 Result = TypeVar("Result")
 
-_VIEWS = ("buffer", "counts", "histogram", "sums", "maxima")
+_KEPT = ("buffer", "layout", "rows", "counts", "histogram", "sums", "maxima")
 
 
 class Memo:
@@ -25,7 +25,7 @@ class Memo:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._state, name)
-        if name in _VIEWS:
+        if name in _KEPT:
             setattr(self, name, value)  # found at once from now on
         return value
 
@@ -43,6 +43,12 @@ class Memo:
 
     def maximum(self, name: str) -> Array:
         return self._column(State.maximum, name)
+
+    def group(self, name: str) -> Memo:
+        if name not in self.kept:
+            self.kept[name] = Memo(self._state.group(name))
+        group: Memo = self.kept[name]
+        return group
 
 
 def shared(function: Callable[[State], Result]) -> Callable[[State], Result]:

@@ -27,16 +27,39 @@ _QUIET = functools.partial(np.errstate, all="ignore")  # empty slices divide 0 b
 
 
 class Statistic:
-    """A property of a view: one row of a function of the whole state, evaluated once for all slices."""
+    """A property of a view: one row of a function of the whole state, evaluated once for all slices.
 
-    def __init__(self, function: Callable[[State], Array]) -> None:
+    Attributes:
+        function: of a state, (S,).
+        group: of the state, that it needs; None is the core.
+    """
+
+    def __init__(self, function: Callable[[State], Array], group: str | None = None) -> None:
         self.function = function
+        self.group = group
         self.__doc__ = function.__doc__
 
     def __get__(self, view: View | None, owner: type[View]) -> Any:
         if view is None:
             return self
+        if not self.is_in(view._stats.state):
+            raise AttributeError(f"not asked for: {OPTION_OF.get(self.group or '', OPTION_OF['sequences'])} adds it")
         return view._stats._evaluate(self.function)[view._index]
+
+    def is_in(self, state: State) -> bool:
+        """Whether the state has what it needs."""
+        return self.group is None or any(group.name == self.group for group in state.groups)
+
+
+OPTION_OF = {  # group -> the argument that adds it
+    "entropy": "entropy=True",
+    "probabilities": "probabilities=True",
+    "truncation": "truncate=(lo, hi)",
+    "policy_clip": "advantages",
+    "advantages": "advantages",
+    "updates": "advantages",
+    "sequences": "sequences=True or cu_seqlens",
+}
 
 
 class View:
@@ -92,10 +115,16 @@ class View:
         return f"{type(self).__name__}({name!r})\n{_table(self._stats._cells([name]))}"
 
 
-@functools.cache
-def scalars_of(view: type[View]) -> tuple[str, ...]:
-    """The names of the statistics of a view, as they are defined."""
-    return tuple(name for name, value in vars(view).items() if isinstance(value, Statistic))
+def scalars_of(view: type[View], state: State | None = None) -> tuple[str, ...]:
+    """The names of the statistics of a view, as they are defined: those of a state, or those that need no group."""
+    key: Any = view  # to a type checker, classes cannot be hashed
+    return _scalars_with(key, () if state is None else tuple(group.name for group in state.groups))
+
+
+@functools.lru_cache(maxsize=64)
+def _scalars_with(view: Any, groups: tuple[str, ...]) -> tuple[str, ...]:
+    statistics = {name: value for name, value in vars(view).items() if isinstance(value, Statistic)}
+    return tuple(name for name, value in statistics.items() if value.group is None or value.group in groups)
 
 
 OneView = TypeVar("OneView", bound=View)
@@ -125,6 +154,9 @@ class Statistics(Mapping[str, OneView], Generic[OneView]):
     if not TYPE_CHECKING:  # a type checker should go on refusing unknown names
 
         def __getattr__(self, name: str) -> Any:
+            attribute = getattr(type(self), name, None)
+            if isinstance(attribute, property):
+                return attribute.fget(self)  # Python came here for its AttributeError: raise it
             state = self.__dict__.get("state")
             hint = f": slices are items, [{name!r}]" if state is not None and name in state.names else ""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
@@ -216,11 +248,11 @@ class Statistics(Mapping[str, OneView], Generic[OneView]):
             ValueError: a quantile outside [0, 1].
         """
         host = type(self)(self.state.to_host())
-        view: Any = self._view
+        view, names = self._view, scalars_of(self._view, host.state)
         levels_of_x = self._default_quantiles if quantiles is None else quantiles
         levels_of_abs = self._default_abs_quantiles if abs_quantiles is None else abs_quantiles
         with _QUIET():
-            columns = {name: getattr(view, name).function(host._memo).tolist() for name in scalars_of(view)}
+            columns = {name: getattr(view, name).function(host._memo).tolist() for name in names}
             for stem, function, levels in (
                 (self._stem, _quantiles.quantile, levels_of_x),
                 (f"abs_{self._stem}", _quantiles.abs_quantile, levels_of_abs),
