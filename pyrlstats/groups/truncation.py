@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pyrlstats.groups.tokens import Tokens
 from pyrlstats.layout import LOG2E, log_bounds
+from pyrlstats.memo import shared
 from pyrlstats.state import Array, State, namespace, power_of_two, scale_exponent
 from pyrlstats.stats import denominator
 
@@ -40,6 +41,7 @@ def truncated_fraction(state: State) -> Array:
     return (rows.count("below") + rows.count("above")) / denominator(state)
 
 
+@shared
 def _sums(state: State) -> tuple[Array, Array, Array]:
     """k, 2^-k sum w and 2^-2k sum w^2 of the weights inside the bounds."""
     rows = state.group("truncation")
@@ -61,6 +63,7 @@ def masked_ess_fraction(state: State) -> Array:
     return xp.minimum(fraction, 1.0 - truncated_fraction(state))
 
 
+@shared
 def _clamped_sums(state: State) -> tuple[Array, Array, Array]:
     """e, 2^-e sum w and 2^-2e sum w^2 of the clamped weights."""
     xp = namespace(state.buffer)
