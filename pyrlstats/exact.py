@@ -68,8 +68,9 @@ def exact_quantiles(
         slice without finite tokens. A zero is 0.0, of whatever sign. Does not sync on a GPU.
 
     Raises:
-        TypeError, ValueError: as :func:`pyrlstats.slice_stats`; a q outside [0, 1]; ``stats`` of other slices or
-            tokens (on a GPU the latter gives NaN, since finding out would sync); ranks that differ in what they ask.
+        TypeError, ValueError: as :func:`pyrlstats.slice_stats`; a q outside [0, 1]; ``stats`` of other slices, or
+            of other tokens in the bins that hold the quantiles (on a GPU the latter gives NaN, since an error would
+            sync); ranks that differ in what they ask.
     """
     masks, slice_ids, names = as_ids(masks, slice_ids, names)
     known = resolve_names(masks, slice_ids, names)
@@ -78,8 +79,6 @@ def exact_quantiles(
         raise TypeError(f"stats must be SliceStats, got {type(stats).__name__}")
     state = None if stats is None else stats.state
     return select(batch, known, q, absolute, state, group, num_threads, _DEFAULT_LAYOUT)
-
-
 
 
 def select(
@@ -145,9 +144,9 @@ def _values(
     edges, bits_of = _keys(state.layout, cells.signed)
     edge = _integers(on_device_of(n, edges))
     low, width, bits = edge[cell], edge[cell + 1] - edge[cell], _integers(on_device_of(n, bits_of))[cell]
-    fits = n > 0
+    fits = (n > 0) & (rank > 0)
     for _ in range(_ROUNDS):
-        wide = width > 1
+        wide = fits & (width > 1)
         if ranks is None and xp is np and not wide.any():
             break
         shift = xp.clip(bits - DIGIT_BITS, 0, None)

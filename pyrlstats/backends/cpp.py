@@ -21,6 +21,9 @@ if _core.STATE_VERSION != STATE_VERSION:
     raise ImportError("the extension pyrlstats._core is of another version: reinstall pyrlstats")
 
 Operand = tuple[int, int, "tuple[int, ...] | None"]
+Arguments = tuple[
+    "tuple[int, ...]", bool, Operand, Operand, "tuple[Operand, ...] | None", "Operand | None", "Operand | None", int
+]
 
 
 def instruction_sets() -> tuple[str, ...]:
@@ -64,7 +67,7 @@ def accumulate(batch: Batch, state: State, num_threads: int | None = None, isa: 
         (state.layout.mantissa_bits, state.layout.min_exp, state.layout.max_exp),
         clip_thresholds(state.clip),
         *_arguments(batch, num_threads),
-        isa,
+        isa=isa,
     )
 
 
@@ -76,11 +79,11 @@ def count_digits(
     counts = np.zeros((slices, n, _core.DIGITS), np.int64)
     columns = [np.asarray(field).reshape(-1).tolist() for field in intervals]
     rows = [(index // n, *row) for index, row in enumerate(zip(*columns, strict=True))]
-    _core.count_digits(_address(counts), rows, absolute, slices, *_arguments(batch, num_threads), isa)
+    _core.count_digits(_address(counts), rows, absolute, slices, *_arguments(batch, num_threads), isa=isa)
     return counts if isinstance(intervals.low, np.ndarray) else sys.modules["torch"].from_numpy(counts)
 
 
-def _arguments(batch: Batch, num_threads: int | None) -> tuple[Any, ...]:
+def _arguments(batch: Batch, num_threads: int | None) -> Arguments:
     """The batch and the number of threads, as the extension takes them."""
     is_array = type(batch.logp).__module__ == "numpy"
     operand = _array_operand if is_array else _tensor_operand
