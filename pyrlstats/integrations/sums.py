@@ -82,8 +82,8 @@ def from_sums(sums: Mapping[str, Any], prefix: str = "", *, suffix: str = "", pa
             numbers or 0-d tensors, added up or averaged with equal weights.
         prefix: the prefix that was given there.
         suffix: what the trainer put after each key (prime-rl: ``"/mean"``).
-        parts: how many dictionaries an averaging trainer has averaged, to get counts of tokens back (micro-batches times
-            ranks); 1 where it added them up. Ratios do not depend on it.
+        parts: for the counts of tokens: how many dictionaries an averaging trainer has averaged (micro-batches times
+            ranks), 1 where it added them up. Ratios do not depend on it.
 
     Returns:
         ``{prefix + slice + "/" + statistic: value}`` with the names of :meth:`pyrlstats.SliceStats.to_dict`, and
