@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 VERL_STUBS = {
     "ray": (),
@@ -48,6 +49,7 @@ class Package:
         if spec is None or spec.origin is None:
             pytest.skip(f"{name} is not here: pip install --no-deps {name} (make test does so where CI is set)")
         root = Path(spec.origin).parent
+        self.name = name
         self.modules: dict[str, types.ModuleType] = {}
         for stub, attributes in stubs.items():
             module = types.ModuleType(stub)
@@ -61,15 +63,13 @@ class Package:
 
     @contextmanager
     def loaded(self) -> Iterator[None]:
-        before = dict(sys.modules)
-        sys.modules.update(self.modules)
-        try:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, module in self.modules.items():
+                patch.setitem(sys.modules, name, module)
+            patch.setattr(torch, "compile", lambda function: function)  # decorators at import would load its compiler
             yield
-        finally:
-            self.modules |= {name: sys.modules[name] for name in set(sys.modules) - set(before)}
-            for name in self.modules:
-                sys.modules.pop(name, None)
-            sys.modules.update({name: module for name, module in before.items() if name in self.modules})
+            for name in [name for name in sys.modules if name.startswith(f"{self.name}.")]:
+                self.modules[name] = sys.modules.pop(name)
 
     def module(self, name: str) -> Any:
         with self.loaded():

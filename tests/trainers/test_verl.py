@@ -288,3 +288,8 @@ def test_the_hook_adds_to_what_verls_trainers_log(verl: Any, caplog: pytest.LogC
         detach()
         assert metrics.calculate_debug_metrics is original
         assert trainer.calculate_debug_metrics is original
+
+
+def test_nothing_of_theirs_stays_imported(verl: Any) -> None:
+    verl.module("verl.trainer.ppo.rollout_corr_helper")
+    assert not [name for name in sys.modules if name.partition(".")[0] in ("verl", "ray", "tensordict")]
