@@ -24,16 +24,39 @@ _KEPT = 64  # quantiles and shares kept by a result
 
 
 class Statistic:
-    """A property of a view: one row of a function of the whole state, evaluated once for all slices."""
+    """A property of a view: one row of a function of the whole state, evaluated once for all slices.
 
-    def __init__(self, function: Callable[[State], Array]) -> None:
+    Attributes:
+        function: of a state, (S,).
+        group: of the state, that it needs; None is the core.
+    """
+
+    def __init__(self, function: Callable[[State], Array], group: str | None = None) -> None:
         self.function = function
+        self.group = group
         self.__doc__ = function.__doc__
 
     def __get__(self, view: View | None, owner: type[View]) -> Any:
         if view is None:
             return self
+        if not self.is_in(view._stats.state):
+            raise AttributeError(f"not asked for: {OPTION_OF.get(self.group or '', OPTION_OF['sequences'])} adds it")
         return view._stats._evaluate(self.function)[view._index]
+
+    def is_in(self, state: State) -> bool:
+        """Whether the state has what it needs."""
+        return self.group is None or any(group.name == self.group for group in state.groups)
+
+
+OPTION_OF = {  # group -> the argument that adds it
+    "entropy": "entropy=True",
+    "probabilities": "probabilities=True",
+    "truncation": "truncate=(lo, hi)",
+    "policy_clip": "advantages",
+    "advantages": "advantages",
+    "updates": "advantages",
+    "sequences": "sequences=True or cu_seqlens",
+}
 
 
 class View:
@@ -89,9 +112,13 @@ class View:
         return f"{type(self).__name__}({name!r})\n{_table(self._stats._cells([name]))}"
 
 
-def scalars_of(view: type[View]) -> tuple[str, ...]:
-    """The names of the statistics of a view, as they are defined."""
-    return tuple(name for name, value in vars(view).items() if isinstance(value, Statistic))
+def scalars_of(view: type[View], state: State | None = None) -> tuple[str, ...]:
+    """The names of the statistics of a view, as they are defined: those of a state, or those that need no group."""
+    return tuple(
+        name
+        for name, value in vars(view).items()
+        if isinstance(value, Statistic) and (value.group is None if state is None else value.is_in(state))
+    )
 
 
 OneView = TypeVar("OneView", bound=View)
@@ -212,7 +239,7 @@ class Statistics(Mapping[str, OneView], Generic[OneView]):
         """
         host = type(self)(self.state.to_host())
         view = self._view
-        columns = {name: host._evaluate(getattr(view, name).function).tolist() for name in scalars_of(view)}
+        columns = {name: host._evaluate(getattr(view, name).function).tolist() for name in scalars_of(view, host.state)}
         levels_of_x = self._default_quantiles if quantiles is None else quantiles
         levels_of_abs = self._default_abs_quantiles if abs_quantiles is None else abs_quantiles
         for stem, function, levels in (

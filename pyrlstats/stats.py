@@ -47,11 +47,21 @@ def n_zero(state: State) -> Array:
     return state.count("n_zero")
 
 
-def _denominator(state: State) -> Array:
+def denominator(state: State) -> Array:
     """n_finite as float64, NaN where it is 0."""
     xp = namespace(state.buffer)
     n = n_finite(state)
     return xp.where(n > 0, xp.asarray(n, dtype=xp.float64), float("nan"))
+
+
+def positive_fraction(state: State) -> Array:
+    """Share of x > 0, exact."""
+    return state.histogram[:, state.layout.bins_per_sign :].sum(-1) / denominator(state)
+
+
+def negative_fraction(state: State) -> Array:
+    """Share of x < 0, exact."""
+    return state.histogram[:, : state.layout.bins_per_sign].sum(-1) / denominator(state)
 
 
 def _nan_if_empty(state: State, values: Array) -> Array:
@@ -60,17 +70,17 @@ def _nan_if_empty(state: State, values: Array) -> Array:
 
 def zero_fraction(state: State) -> Array:
     """Share of x == 0. 1.0 on the first minibatch of an on-policy step whose engines agree bit for bit."""
-    return n_zero(state) / _denominator(state)
+    return n_zero(state) / denominator(state)
 
 
 def log_ratio_mean(state: State) -> Array:
     """mean(x), nats. The negative of ``kl_k1``."""
-    return (state.sum("near_x") + state.sum("far_x")) / _denominator(state)
+    return (state.sum("near_x") + state.sum("far_x")) / denominator(state)
 
 
 def _variance(state: State) -> tuple[Array, Array]:
     """Variance of x, and how far rounding may have moved it: the sums are right to 1e-12."""
-    mean_square = (state.sum("near_x2") + state.sum("far_x2")) / _denominator(state)
+    mean_square = (state.sum("near_x2") + state.sum("far_x2")) / denominator(state)
     return mean_square - log_ratio_mean(state) ** 2, 3e-12 * mean_square
 
 
@@ -97,7 +107,7 @@ def log_ratio_max(state: State) -> Array:
 
 def log_ratio_abs_mean(state: State) -> Array:
     """mean(abs(x)), nats."""
-    return state.sum("abs_x") / _denominator(state)
+    return state.sum("abs_x") / denominator(state)
 
 
 def kl_k1(state: State) -> Array:
@@ -107,7 +117,7 @@ def kl_k1(state: State) -> Array:
 
 def kl_k2(state: State) -> Array:
     """mean(x^2) / 2, nats: a biased, low-variance estimator of KL(old, new). Schulman (2020), k2."""
-    return (state.sum("near_x2") + state.sum("far_x2")) / _denominator(state) / 2.0
+    return (state.sum("near_x2") + state.sum("far_x2")) / denominator(state) / 2.0
 
 
 def kl_k3(state: State) -> Array:
@@ -115,7 +125,7 @@ def kl_k3(state: State) -> Array:
 
     Does not cancel at small x; +inf where float64 overflows (x above 709).
     """
-    return (state.sum("near_k3") + state.sum("far_k3")) / _denominator(state)
+    return (state.sum("near_k3") + state.sum("far_k3")) / denominator(state)
 
 
 def _scale(state: State) -> Array:
@@ -123,7 +133,7 @@ def _scale(state: State) -> Array:
     return scale_exponent(state.maximum("max_x"))
 
 
-def _scaled_weight_sums(state: State) -> tuple[Array, Array]:
+def scaled_weight_sums(state: State) -> tuple[Array, Array]:
     """2^-k sum w and 2^-2k sum w^2, over near and far tokens."""
     xp = namespace(state.buffer)
     k = _scale(state)
@@ -147,7 +157,7 @@ def chi2(state: State) -> Array:
     Error: at most 1e-6 (chi2 + mean(x)^2) where every abs(x) is below 0.5, else 1e-6 (1 + chi2).
     """
     xp = namespace(state.buffer)
-    n = _denominator(state)
+    n = denominator(state)
     k = _scale(state)
     small = k <= _UNSCALED_EXPONENT
     unscale = power_of_two(xp.where(small, k, 0.0))
@@ -157,7 +167,7 @@ def chi2(state: State) -> Array:
     mean2 = (state.sum("near_x2") + state.sum("near_excess") + (far_w2 - 2.0 * far_w + n_far)) / n
     # all weights far below 1: w - 1 is -1 for all, so only the scaled sums hold the digits
     offset_form = (mean2 - mean**2) / (1.0 + mean) ** 2
-    first, second = _scaled_weight_sums(state)
+    first, second = scaled_weight_sums(state)
     scaled_form = n * second / first**2 - 1.0
     value = xp.where(small & (mean > -0.5), offset_form, scaled_form)
     variance, error = _variance(state)
@@ -172,12 +182,21 @@ def renyi2(state: State) -> Array:
     return namespace(state.buffer).log1p(chi2(state))
 
 
+def renyi2_unnormalised(state: State) -> Array:
+    """log(mean(w^2)), nats: Renyi divergence of order 2 of weights that are not normalised. Never overflows.
+
+    Its expm1 is mean(w^2) - 1, which estimates the chi-square divergence and overflows.
+    """
+    _, second = scaled_weight_sums(state)
+    return 2.0 * _scale(state) / LOG2E + namespace(second).log(second / denominator(state))
+
+
 def ess(state: State) -> Array:
     """(sum w)^2 / sum w^2, tokens: Kish's effective sample size, from 1 to n_finite. Scale-free.
 
     Source: Kish (1965), Survey Sampling.
     """
-    return ess_fraction(state) * _denominator(state)
+    return ess_fraction(state) * denominator(state)
 
 
 def ess_fraction(state: State) -> Array:
@@ -191,15 +210,15 @@ def max_weight_ess_fraction(state: State) -> Array:
     Source: Elvira, Martino, Robert (2022), Rethinking the effective sample size.
     """
     xp = namespace(state.buffer)
-    first, _ = _scaled_weight_sums(state)
+    first, _ = scaled_weight_sums(state)
     largest = xp.exp2(_nan_if_empty(state, state.maximum("max_x")) * LOG2E - _scale(state))
-    return first / largest / _denominator(state)
+    return first / largest / denominator(state)
 
 
 def ratio_mean(state: State) -> Array:
     """mean(w), raw, never truncated; +inf where float64 overflows."""
-    first, _ = _scaled_weight_sums(state)
-    return power_of_two(_scale(state)) * (first / _denominator(state))
+    first, _ = scaled_weight_sums(state)
+    return power_of_two(_scale(state)) * (first / denominator(state))
 
 
 def ratio_std(state: State) -> Array:
@@ -221,14 +240,14 @@ def ratio_max(state: State) -> Array:
 
 def clip_fraction_low(state: State) -> Array:
     """Share of w < 1 - low, decided on x with the threshold rounded to float32. Not signed by advantage."""
-    return state.count("clip_low") / _denominator(state)
+    return state.count("clip_low") / denominator(state)
 
 
 def clip_fraction_high(state: State) -> Array:
     """Share of w > 1 + high, decided on x with the threshold rounded to float32. Not signed by advantage."""
-    return state.count("clip_high") / _denominator(state)
+    return state.count("clip_high") / denominator(state)
 
 
 def clip_fraction(state: State) -> Array:
     """Share of w outside [1 - low, 1 + high]. Not signed by advantage."""
-    return (state.count("clip_low") + state.count("clip_high")) / _denominator(state)
+    return (state.count("clip_low") + state.count("clip_high")) / denominator(state)
