@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
 from pyrlstats.api import slice_stats
 from pyrlstats.integrations.sums import weight_moments
 from pyrlstats.integrations.verl import rejection
-from pyrlstats.integrations.verl.members import Members, largest, mean, sample_std, smallest, std, widened
+from pyrlstats.integrations.verl.members import Members, largest, mean, sample_std, smallest, std
 from pyrlstats.integrations.verl.thresholds import bounds
+from pyrlstats.slice_stats import SliceStats
+from pyrlstats.stats import denominator
 
 PREFIX = "rollout_corr/"
 LEVELS = ("token", "sequence")
@@ -59,31 +62,30 @@ def rollout_corr_metrics(
 
 
 def _off_policy(members: Members, old_log_prob: torch.Tensor, rollout_log_prob: torch.Tensor) -> dict[str, float]:
-    stats = slice_stats(old_log_prob, rollout_log_prob, members.member)
-    first, second = (float(moment[0]) for moment in weight_moments(stats.state))
-    n = float(stats["all"].n_finite) or math.nan
-    log_ppl = {
-        "training": -members.row_means(widened(old_log_prob)),
-        "rollout": -members.row_means(widened(rollout_log_prob)),
+    stats = slice_stats(old_log_prob, rollout_log_prob, members.member, sequences=True)
+    every = stats["all"]
+    metrics = {
+        "training_ppl": every.sequence_perplexity,
+        "training_log_ppl": every.sequence_log_perplexity,
+        "kl": every.kl_k1,
+        "k3_kl": every.kl_k3,
+        "rollout_ppl": every.sequence_old_perplexity,
+        "rollout_log_ppl": every.sequence_old_log_perplexity,
+        "log_ppl_diff": every.sequence_log_perplexity_diff_mean,
+        "log_ppl_abs_diff": every.sequence_log_perplexity_diff_abs_mean,
+        "log_ppl_diff_max": every.sequence_log_perplexity_diff_max,
+        "log_ppl_diff_min": every.sequence_log_perplexity_diff_min,
+        "ppl_ratio": every.sequence_perplexity_ratio,
+        "chi2_token": _mean_square_less_1(stats),
+        "chi2_seq": _mean_square_less_1(stats.sequences),
     }
-    # from the differences themselves, not the difference of two sums
-    difference = -members.row_means(members.x)
-    return {
-        "training_ppl": mean(log_ppl["training"].exp()),
-        "training_log_ppl": mean(log_ppl["training"]),
-        "kl": float(stats["all"].kl_k1),
-        "k3_kl": float(stats["all"].kl_k3),
-        "rollout_ppl": mean(log_ppl["rollout"].exp()),
-        "rollout_log_ppl": mean(log_ppl["rollout"]),
-        "log_ppl_diff": mean(difference),
-        "log_ppl_abs_diff": mean(difference.abs()),
-        "log_ppl_diff_max": largest(difference),
-        "log_ppl_diff_min": smallest(difference),
-        "ppl_ratio": mean(difference.exp()),
-        # mean(w^2) - 1, not self-normalised, from sums of w - 1
-        "chi2_token": (second + 2.0 * first) / n,
-        "chi2_seq": mean(torch.expm1(2.0 * members.row_sums(members.x))),
-    }
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def _mean_square_less_1(stats: SliceStats) -> Any:
+    """mean(w^2) - 1, not self-normalised, from sums of w - 1, so that nothing cancels; inf where w^2 overflows."""
+    first, second = weight_moments(stats.state)
+    return (second[0] + 2.0 * first[0]) / denominator(stats.state)[0]
 
 
 def _weights(members: Members, level: str, threshold: str | float, normalize: bool) -> dict[str, float]:
