@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import re
+import runpy
 import socket
 import subprocess
 import sys
@@ -565,7 +566,9 @@ def test_rloo(run: Any, tmp_path: Path, beta: float) -> None:
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_async_grpo(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulation: int) -> None:
     trainer = run.make_async_trainer(tmp_path, monkeypatch, max_steps=3, gradient_accumulation_steps=accumulation)
-    handle = attach(trainer, sequences=True, advantages=True)
+    families = ["tool", "turn", "staleness"] if accumulation == 2 else None
+    before = dict(vars(trainer))
+    handle = attach(trainer, slices=families, sequences=True, advantages=True)
     trainer.train()
     assert handle.failures == {}
     logs = logs_of(trainer, "loss")
@@ -578,19 +581,22 @@ def test_async_grpo(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, a
             terms = batch["token_index"][0] >= 0
             learner = batch["learner"].flatten()[batch["token_index"][0][terms]].double()
             x = learner - batch["old_log_probs"][0][terms].double()
-            pairs = iter(zip(x.tolist(), batch["advantages"][0][terms].tolist(), strict=True))
+            pairs = list(zip(x.tolist(), batch["advantages"][0][terms].tolist(), strict=True))
             for which in range(8):  # two groups of four completions; the terms of one follow one another
                 mask = run.rollout(0, which % 4)[1]
                 response = [0] * len(run.PROMPT) + [1] * (len(mask) - len(run.PROMPT))
+                group = round((pairs[0][1] + 1.5 - which % 4) / 10)
                 tokens: dict[str, list[Any]] = defaultdict(list)
-                for names in names_of_row(response, mask, 0):
-                    pair = next(pairs) if names else None
+                for names in names_of_row(response, mask, group % 5):
+                    pair = pairs.pop(0) if names else None
                     for name in names:
                         tokens[name].append(pair)
                 for name, found in tokens.items():
                     rows[name].append(np.array(found))
-            assert next(pairs, None) is None
-        for name in [*SLICES[:4], *TURNS]:
+            assert not pairs
+        counted = [*SLICES[:4], *TURNS, *(AGES if families else [])]
+        assert list(handle.latest["train"]["learner_vs_sampler"]) == counted
+        for name in counted:
             check(one, f"rl/learner_vs_sampler/{name}/", rows[name])
         view = handle.latest["train"]["learner_vs_sampler"]
         assert int(view["all"].n_sequences_empty) == 0
@@ -599,13 +605,51 @@ def test_async_grpo(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, a
         assert one["rl/learner_vs_sampler/all/log_ratio_mean"] == pytest.approx(x_mean(one), abs=1e-4), (
             "the ratio that TRL logs itself"
         )
+    seen = {key.split("/")[2] for one in logs for key, value in one.items() if key.endswith("/n_tokens") and value}
+    assert bool(families) == ({"stale_0", "stale_1", "stale_2", "stale_3", "stale_4_7"} <= seen)
     handle.detach()
-    assert "compute_loss" not in vars(trainer)
+    assert not {"compute_loss", "get_train_dataloader", "log"} & (set(vars(trainer)) - set(before))
+    assert "get" not in vars(trainer.rollout_queue)
 
 
 def x_mean(logs: dict[str, Any]) -> float:
     """mean(x) from TRL's own mean ratio and its k3: k3 = mean(ratio) - 1 - mean(x)."""
     return float(logs["ratio"]) - 1 - float(logs["kl"])
+
+
+def check_no_sync(handle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count every micro-batch under a mode in which asking a tensor for its values is a failure."""
+    monkeypatch.setenv("PYRLSTATS_BACKEND", "torch")
+    no_sync, count = runpy.run_path(str(Path(__file__).parent / "test_no_sync.py"))["NoSync"], handle._count
+
+    def watched(*args: Any) -> None:
+        with no_sync():
+            count(*args)
+
+    monkeypatch.setattr(handle, "_count", watched)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo", "async"])
+def test_micro_batches_ask_no_tensor_for_its_values(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    if kind == "async":
+        trainer = run.make_async_trainer(tmp_path, monkeypatch, max_steps=1)
+    else:
+        trainer = run.make_trainer(
+            tmp_path,
+            kind=kind,
+            sampler_noise=0.5 if kind == "grpo" else None,
+            steps_per_generation=2,
+            max_steps=2,
+            beta=0.0,
+        )
+    families = None if kind == "rloo" else ["tool", "turn", "staleness"]
+    handle = attach(trainer, slices=families, sequences=True, advantages=True, truncate=(0.5, 2.0), entropy=True)
+    check_no_sync(handle, monkeypatch)
+    trainer.train()
+    assert handle.failures == {}
+    assert all(float(one["all"].n_tokens) > 0 for one in handle.latest["train"].values())
 
 
 # -- two processes ----------------------------------------------------------------------------------------------------
