@@ -128,15 +128,31 @@ def _counted(batch: Batch, names: tuple[str, ...], layout: Layout, group: Any, n
     return _moved(pooled.state, device_of(batch.logp))
 
 
+def from_the_top(batch: Batch, slices: int, k: int, absolute: bool) -> Array:
+    """The k-th largest x (or abs(x)) of every slice, or the smallest of fewer: float64 (S,), NaN for an empty slice."""
+    state = State.empty([str(index) for index in range(slices)], _DEFAULT_LAYOUT, (0.2, 0.2), device_of(batch.logp))
+    _dispatch.accumulate(batch, state)
+    return _at_ranks(batch, state, state.n_finite()[:, None] - (k - 1), absolute, None, None)[:, 0]
+
+
 def _values(
     batch: Batch, state: State, q: list[float], absolute: bool, ranks: Ranks | None, num_threads: int | None
 ) -> Array:
     """float64 (S, len(q))."""
+    n = state.n_finite()[:, None]
+    rank = _integers(namespace(n).ceil(on_device_of(n, q) * n))
+    return _at_ranks(batch, state, rank, absolute, ranks, num_threads)
+
+
+def _at_ranks(
+    batch: Batch, state: State, rank: Array, absolute: bool, ranks: Ranks | None, num_threads: int | None
+) -> Array:
+    """The tokens of these ranks, int64 (S, Q), from 1, in ascending order; smaller ranks count as 1."""
     cells = abs_cells(state) if absolute else signed_cells(state)
     xp = namespace(cells.counts)
     cumulative = xp.cumsum(cells.counts, -1)
     n = cumulative[:, -1:]
-    rank = xp.clip(_integers(xp.ceil(on_device_of(n, q) * n)), 1, None)
+    rank = xp.clip(rank, 1, None)
     # past the end only where n is 0
     cell = xp.clip(first_at_least(cumulative, rank), 0, cumulative.shape[-1] - 1)
     holds = take(cells.counts, cell)
