@@ -42,9 +42,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     try:
         for rank, end in enumerate(ends):
             assert end.poll(max(deadline - time.monotonic(), 0.0)), f"rank {rank} hangs"
-            ok, value = end.recv()
-            assert ok, f"rank {rank}: {value}"
-            found.append(value)
+            found.append(end.recv())
+        failed = [f"rank {rank}: {error}" for rank, (ok, error) in enumerate(found) if not ok]
+        assert not failed, failed
     finally:
         for end, process in zip(ends, processes, strict=True):
             try:
@@ -53,7 +53,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
                 process.kill()
             end.close()
             process.join(10.0)
-    return found
+    return [value for _, value in found]
 
 
 def union(kind: str, name: str, members: tuple[int, ...] = tuple(range(WORLD))) -> np.ndarray:
@@ -95,7 +95,8 @@ def test_tails_are_those_of_the_union(kind: str, results: list[dict[str, Any]]) 
                 else:
                     np.testing.assert_allclose(k, tail_reference.pareto_k(x), atol=1e-9)
                     np.testing.assert_allclose(hill, tail_reference.hill(x)[0], rtol=1e-9)
-        np.testing.assert_equal(result[kind], results[0][kind])  # the same on every rank
+    for one, other in ((0, 2), (1, 3)):  # NumPy arrays here, tensors there: the last digits of a fit differ
+        np.testing.assert_equal(results[one][kind], results[other][kind])
 
 
 @pytest.mark.parametrize("kind", workers.KINDS)
@@ -116,11 +117,13 @@ def test_top_tokens_name_the_rank(kind: str, results: list[dict[str, Any]]) -> N
 
 def test_what_differs_is_the_same_error_on_every_rank(results: list[dict[str, Any]]) -> None:
     errors = [result["errors"] for result in results]
+    own = [error.pop("own stats") for error in errors]
     assert errors == [errors[0]] * WORLD
     assert "q [0.5, 0.75] on rank 0, 2, 3; q [0.5, 0.25] on rank 1" in errors[0]["q"]
     assert "k 4 on rank 0, 2, 3; k 3 on rank 1" in errors[0]["k"]
     assert "capacity 10 on rank 0, 2, 3; capacity 9 on rank 1" in errors[0]["capacity"]
-    assert "stats must be those of these tokens (with group, of the tokens of all ranks)" in errors[0]["own stats"]
+    for rank in (0, 1, 3):  # rank 2 has no tokens to find this out by
+        assert "stats must be those of these tokens (with group, of the tokens of all ranks)" in own[rank]
 
 
 def test_the_collectives_of_a_call(results: list[dict[str, Any]]) -> None:

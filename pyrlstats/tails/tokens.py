@@ -184,7 +184,9 @@ def _pooled(ranks: Any, k: int, *columns: Array) -> list[Array]:
     joined = xp.concatenate(list(everyone), 1)  # in the order of the ranks, each in its own order
     values = joined[..., 0].view(xp.float64) if xp is not np else np.ascontiguousarray(joined[..., 0]).view(np.float64)
     size = xp.where(joined[..., 1] >= 0, abs(values), -1.0)
-    order = np.argsort(-size, -1, kind="stable") if xp is np else size.sort(-1, descending=True, stable=True).indices
+    order = (
+        np.argsort(-size, -1, kind="stable") if xp is np else size.sort(dim=-1, descending=True, stable=True).indices
+    )
     order = order[:, :k]
     numbers = xp.asarray(on_device_of(value, [float(rank) for rank in ranks.global_ranks()]), dtype=xp.int64)
     rank = take(xp.broadcast_to(numbers[arange(ranks.size * k, value) // k], size.shape), order)
