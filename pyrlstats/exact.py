@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pyrlstats import _dispatch
 from pyrlstats._inputs import Masks, as_ids, device_of, gate, resolve_names
 from pyrlstats.accumulator import SliceAccumulator
-from pyrlstats.backends import digits
+from pyrlstats.backends import digits, flat
 from pyrlstats.backends.batch import Batch
 from pyrlstats.backends.digits import DIGIT_BITS, DIGITS, Intervals
 from pyrlstats.cells import Numbers, abs_cells, first_at_least, on_device_of, probabilities, signed_cells, take
@@ -160,10 +160,10 @@ def _at_ranks(
     edges, bits_of = _keys(state.layout, cells.signed)
     edge = _integers(on_device_of(n, edges))
     low, width, bits = edge[cell], edge[cell + 1] - edge[cell], _integers(on_device_of(n, bits_of))[cell]
-    fits = (n > 0) & (rank > 0)
+    fits, host = (n > 0) & (rank > 0), flat.in_host_memory(n)
     for _ in range(_ROUNDS):
         wide = fits & (width > 1)
-        if ranks is None and xp is np and not wide.any():
+        if ranks is None and host and not bool(wide.any()):
             break
         shift = xp.clip(bits - DIGIT_BITS, 0, None)
         counts = digits.count(batch, Intervals(low, xp.where(wide, width, 0), shift), absolute, num_threads)
@@ -179,7 +179,7 @@ def _at_ranks(
         low = low + step
         width = xp.minimum(width - step, xp.ones_like(shift) << shift)
         rank, holds, bits = xp.where(wide, rank - before, rank), xp.where(wide, inside, holds), shift
-    if (xp is np or n.device.type == "cpu") and bool((~fits & (n > 0)).any()):
+    if host and bool((~fits & (n > 0)).any()):
         raise ValueError("stats must be those of these tokens (with group, of the tokens of all ranks), got others")
     return xp.where(fits, digits.value_of(low), float("nan"))
 

@@ -287,12 +287,11 @@ def _tokens_of(tokens: int, names: tuple[str, ...], group: Any, device: Any) -> 
 
 def _largest(batch: Batch, slices: int, capacity: int) -> tuple[Array, Array]:
     """The largest finite x of every slice (S, C), and how many there are (S,)."""
-    device = device_of(batch.logp)
-    if device is None:
+    if isinstance(batch.logp, np.ndarray):
         return _largest_on_host(batch, batch, slices, capacity)
     import torch
 
-    if device.type == "cpu":
+    if flat.in_host_memory(batch.logp):
         largest, n = _largest_on_host(batch, flat.on_host(batch), slices, capacity)
         return torch.from_numpy(largest), torch.from_numpy(n)
     x = flat.log_ratio(batch)

@@ -98,12 +98,11 @@ def top_tokens(
 
 def _top(batch: Batch, slices: int, k: int) -> tuple[Array, Array]:
     """x, float64, and flat index of the top tokens, (S, k) each; NaN and -1 where there are fewer."""
-    device = device_of(batch.logp)
-    if device is None:
+    if isinstance(batch.logp, np.ndarray):
         return _top_on_host(batch, batch, slices, k)
     import torch
 
-    if device.type == "cpu":
+    if flat.in_host_memory(batch.logp):
         value, index = _top_on_host(batch, flat.on_host(batch), slices, k)
         return torch.from_numpy(value), torch.from_numpy(index)
     x = flat.log_ratio(batch)
