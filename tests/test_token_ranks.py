@@ -135,6 +135,12 @@ def test_the_collectives_of_a_call(results: list[dict[str, Any]]) -> None:
         }
 
 
+def test_thresholds_are_of_the_union_of_uneven_ranks(results: list[dict[str, Any]]) -> None:
+    """Local quantiles disagree, and a gather of unequal lengths hangs: 3, 5, no and no tokens."""
+    for result in results:
+        assert result["uneven"]["all"].tolist() == [2.0, 10.0, 40.0, 50.0]
+
+
 def test_sub_groups(results: list[dict[str, Any]]) -> None:
     for rank, result in enumerate(results):
         members = (rank % 2, rank % 2 + 2)

@@ -96,6 +96,8 @@ def everything(rank: int, world: int) -> dict[str, Any]:
         with ranks.count_collectives() as counted:
             call()
         result["collectives"][name] = counted
+    entropy = np.float32([[1, 2, 3], [10, 20, 30, 40, 50], [], []][rank])  # uneven, and two ranks without tokens
+    result["uneven"] = plain(values.exact_quantiles(entropy, None, [0.25, 0.5, 0.8, 1.0], group=group))
     halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     result["half"] = plain(exact_quantiles(logp, old_logp, masks, Q, group=halves[rank % 2]))
     result["top of half"] = top_tokens(logp, old_logp, masks, 3, group=halves[rank % 2])["all"].rows()
