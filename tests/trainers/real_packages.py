@@ -77,8 +77,19 @@ class Package:
 
 
 def verl() -> Package:
-    folders = ("utils", "utils.debug", "trainer", "trainer.ppo", "trainer.config", "workers", "workers.config")
-    return Package("verl", ["verl", *(f"verl.{folder}" for folder in folders)], VERL_STUBS)
+    folders = (
+        "utils",
+        "utils.debug",
+        "utils.metric",
+        "trainer",
+        "trainer.ppo",
+        "trainer.config",
+        "workers",
+        "workers.config",
+    )
+    return Package(
+        "verl", ["verl", *(f"verl.{folder}" for folder in (*folders, "workers", "workers.config"))], VERL_STUBS
+    )
 
 
 def openrlhf() -> Package:
