@@ -103,51 +103,109 @@ class Operands {
   std::vector<int64_t> memory_;
 };
 
+// A batch as the caller has it; the plan points into it.
+class Batch {
+ public:
+  Batch(const py::tuple& shape, bool byte_strides, const py::tuple& logp, const py::tuple& old_logp,
+        const py::object& masks, const py::object& slice_ids, const py::object& base_mask,
+        int64_t slices)
+      : sizes_(to_ints(shape)),
+        operands_(sizes_, byte_strides, (masks.is_none() ? 0 : py::len(masks)) + 4) {
+    count_ = 1;
+    for (int64_t size : sizes_) count_ *= size;
+    plan_.logp = operands_.make(logp);
+    plan_.old_logp = operands_.make(old_logp);
+    if (plan_.logp.dtype > kFloat64 || plan_.old_logp.dtype > kFloat64) {
+      throw std::invalid_argument("logp and old_logp must have a float dtype code");
+    }
+    if (!masks.is_none()) {
+      const size_t n_masks = py::len(masks);
+      if ((int64_t)n_masks != slices) throw std::invalid_argument("one mask per slice is needed");
+      masks_.reserve(n_masks);
+      for (py::handle mask : masks) masks_.push_back(operands_.make(mask));
+      plan_.masks = masks_.data();
+    }
+    if (!slice_ids.is_none()) {
+      ids_ = operands_.make(slice_ids);
+      if (ids_.dtype <= kFloat64)
+        throw std::invalid_argument("slice_ids must have an integer dtype code");
+      plan_.ids = &ids_;
+    }
+    if (!base_mask.is_none()) {
+      base_ = operands_.make(base_mask);
+      plan_.base = &base_;
+    }
+    plan_.slices = slices;
+    if (plan_.masks && plan_.ids)
+      throw std::invalid_argument("masks and slice_ids exclude each other");
+    if (!plan_.masks && !plan_.ids && slices != 1)
+      throw std::invalid_argument("no masks: one slice");
+  }
+  Batch(const Batch&) = delete;
+  Batch& operator=(const Batch&) = delete;
+
+  Plan& plan() { return plan_; }
+  int64_t count() const { return count_; }
+
+ private:
+  const std::vector<int64_t> sizes_;
+  Operands operands_;
+  std::vector<Operand> masks_;
+  Operand ids_, base_;
+  Plan plan_{};
+  int64_t count_;
+};
+
 void accumulate_py(uintptr_t state, int64_t slices, const py::tuple& layout, const py::tuple& clip,
                    const py::tuple& shape, bool byte_strides, const py::tuple& logp,
                    const py::tuple& old_logp, const py::object& masks, const py::object& slice_ids,
                    const py::object& base_mask, int num_threads, const std::string& isa) {
   const Isa& chosen = choose_isa(isa);
-  const std::vector<int64_t> sizes = to_ints(shape);
-  int64_t count = 1;
-  for (int64_t size : sizes) count *= size;
-  const size_t n_masks = masks.is_none() ? 0 : py::len(masks);
-  Operands operands(sizes, byte_strides, n_masks + 4);
-  Plan plan{};
-  plan.logp = operands.make(logp);
-  plan.old_logp = operands.make(old_logp);
-  if (plan.logp.dtype > kFloat64 || plan.old_logp.dtype > kFloat64) {
-    throw std::invalid_argument("logp and old_logp must have a float dtype code");
-  }
-  std::vector<Operand> mask_operands;
-  if (!masks.is_none()) {
-    if ((int64_t)n_masks != slices) throw std::invalid_argument("one mask per slice is needed");
-    mask_operands.reserve(n_masks);
-    for (py::handle mask : masks) mask_operands.push_back(operands.make(mask));
-    plan.masks = mask_operands.data();
-  }
-  Operand ids, base;
-  if (!slice_ids.is_none()) {
-    ids = operands.make(slice_ids);
-    if (ids.dtype <= kFloat64)
-      throw std::invalid_argument("slice_ids must have an integer dtype code");
-    plan.ids = &ids;
-  }
-  if (!base_mask.is_none()) {
-    base = operands.make(base_mask);
-    plan.base = &base;
-  }
-  plan.slices = slices;
+  Batch batch(shape, byte_strides, logp, old_logp, masks, slice_ids, base_mask, slices);
+  Plan& plan = batch.plan();
   plan.mantissa_bits = (int)to_int(layout[0]);
   plan.min_exp = (int)to_int(layout[1]);
   plan.max_exp = (int)to_int(layout[2]);
   plan.clip_low = (float)PyFloat_AsDouble(PyTuple_GET_ITEM(clip.ptr(), 0));
   plan.clip_high = (float)PyFloat_AsDouble(PyTuple_GET_ITEM(clip.ptr(), 1));
   if (PyErr_Occurred()) throw py::error_already_set();
-  if (plan.masks && plan.ids) throw std::invalid_argument("masks and slice_ids exclude each other");
-  if (!plan.masks && !plan.ids && slices != 1) throw std::invalid_argument("no masks: one slice");
   const py::gil_scoped_release release;
-  accumulate(chosen, plan, count, num_threads < 1 ? 1 : num_threads, (int64_t*)state);
+  accumulate(chosen, plan, batch.count(), num_threads < 1 ? 1 : num_threads, (int64_t*)state);
+}
+
+constexpr const char* kCountDigitsDoc =
+    R"(Count tokens by a digit of their key inside intervals, for exact quantiles. Operands as for `accumulate`.
+
+The key of x orders as x: its bits as an integer, negated for x < 0, 0 for a zero of either sign; with `absolute`, that
+of abs(x).
+
+Args:
+    counts: address of int64 [len(intervals), DIGITS], added to.
+    intervals: (slice, low, width, shift) each: tokens of the slice with key in [low, low + width), counted at
+        (key - low) >> shift, which must be below DIGITS. Width 0 is skipped.
+    absolute: keys of abs(x).)";
+
+void count_digits_py(uintptr_t counts, const py::list& intervals, bool absolute, int64_t slices,
+                     const py::tuple& shape, bool byte_strides, const py::tuple& logp,
+                     const py::tuple& old_logp, const py::object& masks,
+                     const py::object& slice_ids, const py::object& base_mask, int num_threads,
+                     const std::string& isa) {
+  const Isa& chosen = choose_isa(isa);
+  Batch batch(shape, byte_strides, logp, old_logp, masks, slice_ids, base_mask, slices);
+  std::vector<Interval> wanted;
+  for (py::handle one : intervals) {
+    const std::vector<int64_t> v = to_ints(one);
+    if (v.size() != 4 || v[0] < 0 || v[0] >= slices || v[2] < 0 || v[2] > INT32_MAX || v[3] < 0 ||
+        v[3] > 31 || (v[2] > 0 && (v[2] - 1) >> v[3] >= kDigits) || v[1] < -(int64_t)INT32_MAX ||
+        v[1] + v[2] > (int64_t)INT32_MAX + 1) {
+      throw std::invalid_argument("an interval must be (slice, low, width, shift) within bounds");
+    }
+    wanted.push_back({v[0], (int32_t)v[1], (int32_t)v[2], (int)v[3]});
+  }
+  const Digits digits{wanted.data(), (int64_t)wanted.size(), absolute};
+  const py::gil_scoped_release release;
+  count_digits(chosen, batch.plan(), digits, batch.count(), num_threads < 1 ? 1 : num_threads,
+               (int64_t*)counts);
 }
 
 py::dict build_config() {
@@ -174,6 +232,11 @@ PYBIND11_MODULE(_core, m, py::mod_gil_not_used()) {
         py::arg("layout"), py::arg("clip"), py::arg("shape"), py::arg("byte_strides"),
         py::arg("logp"), py::arg("old_logp"), py::arg("masks"), py::arg("slice_ids"),
         py::arg("base_mask"), py::arg("num_threads"), py::arg("isa") = "");
+  m.def("count_digits", &count_digits_py, kCountDigitsDoc, py::arg("counts"), py::arg("intervals"),
+        py::arg("absolute"), py::arg("slices"), py::arg("shape"), py::arg("byte_strides"),
+        py::arg("logp"), py::arg("old_logp"), py::arg("masks"), py::arg("slice_ids"),
+        py::arg("base_mask"), py::arg("num_threads"), py::arg("isa") = "");
+  m.attr("DIGITS") = kDigits;
   m.def("build_config", &build_config,
         "Version, compiler, flags, instruction sets built (name -> flags) and usable here, best "
         "first.");

@@ -78,7 +78,11 @@ class Table:
 CORE = Table(COUNTS, SUMS, MAXIMA, binned=True, scaled=(("far_w", 1), ("far_w2", 2)))
 
 # What is kept beside the core for those who ask; all over the tokens with finite x, unless it says otherwise.
-ENTROPY = Table(sums=("near_wx", "far_wx"), maxima=("max_x",), scaled=(("far_wx", 1),))  # w x
+ENTROPY = Table(  # w and w x with equal rounding: what is left of their ratio may be a small part of it
+    sums=("near_w", "near_wx", "far_w", "far_wx"),
+    maxima=("max_x",),
+    scaled=(("far_w", 1), ("far_wx", 1)),
+)
 
 PROBABILITIES = Table(  # p = exp(logp), q = exp(old_logp), d = abs(p - q)
     sums=("p", "q", "p2", "q2", "pq", "d", "d2"),

@@ -52,13 +52,13 @@ def scale_exponent(max_x: Array) -> Array:
     The same bits on every backend: one IEEE multiplication and a floor.
     """
     xp = namespace(max_x)
-    return xp.floor(xp.nan_to_num(max_x, nan=0.0, posinf=0.0, neginf=0.0) * LOG2E)
+    return xp.floor(xp.where(xp.isfinite(max_x), max_x, 0.0) * LOG2E)
 
 
 def power_of_two(exponent: Array) -> Array:
     """2^exponent exactly, for float64 integers; 0 below 2^-1022, inf above 2^1023."""
     xp = namespace(exponent)
-    biased = xp.asarray(xp.clip(exponent, -1023.0, 1024.0), dtype=xp.int64) + 1023
+    biased = xp.asarray(exponent.clip(-1023.0, 1024.0), dtype=xp.int64) + 1023
     return (biased << 52).view(xp.float64)
 
 

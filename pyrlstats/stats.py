@@ -11,6 +11,7 @@ Fractions and means are over ``n_finite``; NaN and infinite x are counted and ex
 from __future__ import annotations
 
 from pyrlstats.layout import LOG2E
+from pyrlstats.memo import shared
 from pyrlstats.state import Array, State, namespace, power_of_two, scale_exponent
 
 # 2^32 is the largest scale at which w - 1 and w of far tokens still share one float64 sum
@@ -37,6 +38,7 @@ def n_neg_inf(state: State) -> Array:
     return state.count("n_neg_inf")
 
 
+@shared
 def n_finite(state: State) -> Array:
     """Members with finite x: the denominator of every fraction and mean. Tokens."""
     return state.n_finite()
@@ -47,6 +49,7 @@ def n_zero(state: State) -> Array:
     return state.count("n_zero")
 
 
+@shared
 def denominator(state: State) -> Array:
     """n_finite as float64, NaN where it is 0."""
     xp = namespace(state.buffer)
@@ -73,11 +76,13 @@ def zero_fraction(state: State) -> Array:
     return n_zero(state) / denominator(state)
 
 
+@shared
 def log_ratio_mean(state: State) -> Array:
     """mean(x), nats. The negative of ``kl_k1``."""
     return (state.sum("near_x") + state.sum("far_x")) / denominator(state)
 
 
+@shared
 def _variance(state: State) -> tuple[Array, Array]:
     """Variance of x, and how far rounding may have moved it: the sums are right to 1e-12."""
     mean_square = (state.sum("near_x2") + state.sum("far_x2")) / denominator(state)
@@ -92,14 +97,16 @@ def log_ratio_std(state: State) -> Array:
     xp = namespace(state.buffer)
     variance, _ = _variance(state)
     half_range = (log_ratio_max(state) - log_ratio_min(state)) / 2.0
-    return xp.minimum(xp.sqrt(xp.clip(variance, 0.0, None)), half_range)
+    return xp.minimum(xp.sqrt(variance.clip(0.0, None)), half_range)
 
 
+@shared
 def log_ratio_min(state: State) -> Array:
     """Smallest finite x, exact. Nats."""
     return _nan_if_empty(state, -state.maximum("neg_min_x"))
 
 
+@shared
 def log_ratio_max(state: State) -> Array:
     """Largest finite x, exact. Nats."""
     return _nan_if_empty(state, state.maximum("max_x"))
@@ -128,11 +135,13 @@ def kl_k3(state: State) -> Array:
     return (state.sum("near_k3") + state.sum("far_k3")) / denominator(state)
 
 
+@shared
 def _scale(state: State) -> Array:
     """k: the far weights of the state are scaled by 2^-k."""
     return scale_exponent(state.maximum("max_x"))
 
 
+@shared
 def scaled_weight_sums(state: State) -> tuple[Array, Array]:
     """2^-k sum w and 2^-2k sum w^2, over near and far tokens."""
     xp = namespace(state.buffer)
@@ -140,12 +149,13 @@ def scaled_weight_sums(state: State) -> tuple[Array, Array]:
     n_near = xp.asarray(n_finite(state) - state.count("n_far"), dtype=xp.float64)
     offset = state.sum("near_x") + state.sum("near_k3")  # sum (w - 1)
     offset2 = state.sum("near_x2") + state.sum("near_excess")  # sum (w - 1)^2
-    k_near = xp.clip(k, -1.0, None)  # a near token keeps k at -1 or above; without one its sums are 0
+    k_near = k.clip(-1.0, None)  # a near token keeps k at -1 or above; without one its sums are 0
     first = power_of_two(-k_near) * (n_near + offset) + state.sum("far_w")
     second = power_of_two(-2.0 * k_near) * (n_near + 2.0 * offset + offset2) + state.sum("far_w2")
     return first, second
 
 
+@shared
 def chi2(state: State) -> Array:
     """n sum w^2 / (sum w)^2 - 1, dimensionless: chi-square divergence of the self-normalised weights.
 
@@ -171,8 +181,8 @@ def chi2(state: State) -> Array:
     scaled_form = n * second / first**2 - 1.0
     value = xp.where(small & (mean > -0.5), offset_form, scaled_form)
     variance, error = _variance(state)
-    extent = xp.clip(log_ratio_max(state) - log_ratio_min(state), None, 350.0)
-    least = xp.exp(-2.0 * extent) * xp.clip(variance - error, 0.0, None)
+    extent = (log_ratio_max(state) - log_ratio_min(state)).clip(None, 350.0)
+    least = xp.exp(-2.0 * extent) * (variance - error).clip(0.0, None)
     most = xp.minimum(xp.exp(2.0 * extent) * (variance + error), xp.sinh(extent / 2.0) ** 2)
     return xp.minimum(xp.maximum(value, least), most)
 
@@ -199,6 +209,7 @@ def ess(state: State) -> Array:
     return ess_fraction(state) * denominator(state)
 
 
+@shared
 def ess_fraction(state: State) -> Array:
     """ess / n_finite, from 1 / n_finite to 1; equals 1 / (1 + chi2)."""
     return 1.0 / (1.0 + chi2(state))
@@ -215,6 +226,7 @@ def max_weight_ess_fraction(state: State) -> Array:
     return first / largest / denominator(state)
 
 
+@shared
 def ratio_mean(state: State) -> Array:
     """mean(w), raw, never truncated; +inf where float64 overflows."""
     first, _ = scaled_weight_sums(state)

@@ -11,7 +11,7 @@ import pytest
 PAGES = Path(__file__).parent.parent / "docs"
 
 
-@pytest.mark.parametrize("page", ["slices.md", "values.md", "compare.md"])
+@pytest.mark.parametrize("page", ["slices.md", "values.md", "compare.md", "optional.md"])
 def test_the_code_of_a_page_runs(page: str) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (PAGES / page).read_text(), re.S)
     assert blocks

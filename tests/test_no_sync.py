@@ -53,6 +53,7 @@ class Tokens:
         self.masks = {"a": self.x > 0, "b": self.x < 0.5}
 
 
+OPTIONAL: dict[str, Any] = {"sequences": True, "entropy": True, "probabilities": True}
 CASES: dict[str, Callable[[Tokens], Any]] = {
     "tool": lambda t: slices.tool_slices(t.model),
     "tool mask": lambda t: slices.tool_slices(t.model, t.model == 0),
@@ -70,6 +71,10 @@ CASES: dict[str, Callable[[Tokens], Any]] = {
     "groups by id": lambda t: (
         values.group_reward_stats(t.sequence, t.cu[1:]) + values.group_reward_stats(t.sequence, t.cu[:3])
     ),
+    "optional statistics": lambda t: pyrlstats.slice_stats(
+        t.x[:48].view(4, 12), t.x[1:49].view(4, 12), advantages=t.x[:4], truncate=(0.5, 2.0), **OPTIONAL
+    ),
+    "optional statistics, packed": lambda t: pyrlstats.slice_stats(t.x, t.x, t.masks, cu_seqlens=t.cu, **OPTIONAL),
     "groups by shape": lambda t: values.group_reward_stats(t.model).between_group_std,
 }
 
@@ -94,7 +99,8 @@ def all_statistics(one: values.ValueStats, two: values.ValueStats) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_slices_and_values(case: str) -> None:
+def test_slices_and_values(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYRLSTATS_BACKEND", "torch")
     tokens = Tokens("cpu")
     with NoSync():
         CASES[case](tokens)

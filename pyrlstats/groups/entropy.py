@@ -5,7 +5,7 @@ from __future__ import annotations
 from pyrlstats.groups.tokens import Tokens
 from pyrlstats.layout import LOG2E, NEAR_LIMIT
 from pyrlstats.state import Array, State, namespace, power_of_two, scale_exponent
-from pyrlstats.stats import denominator, scaled_weight_sums
+from pyrlstats.stats import denominator
 
 
 def fill(section: State, tokens: Tokens) -> None:
@@ -14,11 +14,14 @@ def fill(section: State, tokens: Tokens) -> None:
     xp = namespace(x)
     tokens.maximum_in(section, "max_x", x)
     near = xp.abs(x) < NEAR_LIMIT
-    tokens.sum_in(section, "near_wx", xp.where(near, xp.exp(xp.where(near, x, 0.0)) * x, 0.0))
+    near_w = xp.where(near, xp.exp(xp.where(near, x, 0.0)), 0.0)
+    tokens.sum_in(section, "near_w", near_w)
+    tokens.sum_in(section, "near_wx", near_w * x)
     exponent = scale_exponent(section.maximum("max_x"))[:, None]
     # a token outside the slice may lie above its scale
-    scaled = xp.exp2(xp.clip(x * LOG2E - exponent, None, 1.0))
-    tokens.sum_in(section, "far_wx", xp.where(near, 0.0, scaled * x))
+    far_w = xp.where(near, 0.0, xp.exp2(xp.clip(x * LOG2E - exponent, None, 1.0)))
+    tokens.sum_in(section, "far_w", far_w)
+    tokens.sum_in(section, "far_wx", far_w * x)
 
 
 def perplexity_ess_fraction(state: State) -> Array:
@@ -28,10 +31,10 @@ def perplexity_ess_fraction(state: State) -> Array:
     measures.
     """
     xp = namespace(state.buffer)
-    weights, _ = scaled_weight_sums(state)
     entropy = state.group("entropy")
     k = scale_exponent(entropy.maximum("max_x"))
     k_near = xp.clip(k, -1.0, None)  # a near token keeps k at -1 or above; without one its sum is 0
+    weights = power_of_two(-k_near) * entropy.sum("near_w") + entropy.sum("far_w")
     products = power_of_two(-k_near) * entropy.sum("near_wx") + entropy.sum("far_wx")
     # log sum w - sum w x / sum w - log n, where sum w = 2^k weights
     n = denominator(state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pyrlstats.groups.tokens import Tokens
 from pyrlstats.layout import LOG2E, log_bounds
+from pyrlstats.memo import shared
 from pyrlstats.state import Array, State, namespace, power_of_two, scale_exponent
 from pyrlstats.stats import denominator
 
@@ -40,6 +41,7 @@ def truncated_fraction(state: State) -> Array:
     return (rows.count("below") + rows.count("above")) / denominator(state)
 
 
+@shared
 def _sums(state: State) -> tuple[Array, Array, Array]:
     """k, 2^-k sum w and 2^-2k sum w^2 of the weights inside the bounds."""
     rows = state.group("truncation")
@@ -61,6 +63,7 @@ def masked_ess_fraction(state: State) -> Array:
     return xp.minimum(fraction, 1.0 - truncated_fraction(state))
 
 
+@shared
 def _clamped_sums(state: State) -> tuple[Array, Array, Array]:
     """e, 2^-e sum w and 2^-2e sum w^2 of the clamped weights."""
     xp = namespace(state.buffer)
@@ -73,9 +76,9 @@ def _clamped_sums(state: State) -> tuple[Array, Array, Array]:
     at_hi, at_lo = (n_above * hi if hi < float("inf") else 0.0 * n_above), n_below * lo
     at_hi2, at_lo2 = (at_hi * hi if hi < float("inf") else at_hi), at_lo * lo
     # tiny weights keep their scale unless others stand beside them
-    e = xp.where(at_hi + at_lo > 0, 0.0, k)
-    up = power_of_two(k - e)
-    return e, up * first + (at_hi + at_lo), up**2 * second + (at_hi2 + at_lo2)
+    e = xp.where(at_hi + at_lo > 0, xp.clip(k, 0.0, None), k)
+    up, down = power_of_two(k - e), power_of_two(xp.where(at_hi + at_lo > 0, -e, 0.0))
+    return e, up * first + down * (at_hi + at_lo), up**2 * second + down**2 * (at_hi2 + at_lo2)
 
 
 def clamped_ratio_mean(state: State) -> Array:
