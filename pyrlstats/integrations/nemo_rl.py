@@ -39,7 +39,9 @@ class WithSums:
             self.metric_normalizations = {**known, **dict.fromkeys(self._sums(lambda accumulator: None), raw)}
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_loss_fn"], name)
+        if name.startswith("__") or "_loss_fn" not in vars(self):  # being unpickled, in a worker
+            raise AttributeError(name)
+        return getattr(self._loss_fn, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         loss, metrics = self._loss_fn(*args, **kwargs)

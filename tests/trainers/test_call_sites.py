@@ -248,3 +248,20 @@ def test_a_micro_batch_that_cannot_be_counted_leaves_the_keys_alone(caplog: pyte
     assert len(caplog.records) == 1
     _, again = watched(torch.full((2, 3), 0.1), old, old, None, mask, old)
     assert again == good
+
+
+def test_losses_travel_to_workers() -> None:
+    """Ray pickles them by value."""
+    cloudpickle = pytest.importorskip("cloudpickle")
+    learner, data = sites.nemo_data(RANKS[0][0])
+    loss = nemo_rl.WithSums(sites.NemoLoss())
+    wanted = loss(learner, data, None, 1.0)[1]
+    arrived = cloudpickle.loads(cloudpickle.dumps(loss))
+    assert arrived(learner, data, None, 1.0)[1] == wanted
+    assert arrived.loss_type == "token_level"
+    with pytest.raises(AttributeError):
+        arrived.no_such_thing  # noqa: B018
+    policy_loss = skyrl.with_sums(sites.skyrl_policy_loss)
+    old = torch.zeros(2, 3)
+    wanted = policy_loss(old + 0.1, old, old, None, old + 1.0, old)[1]
+    assert cloudpickle.loads(cloudpickle.dumps(policy_loss))(old + 0.1, old, old, None, old + 1.0, old)[1] == wanted
