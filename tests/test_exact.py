@@ -186,6 +186,13 @@ def test_given_statistics_save_a_pass_and_must_be_of_these_tokens(monkeypatch: p
     assert float(exact_quantiles(x, 0 * x, None, 0.75, stats=stats.to("cpu"))["all"]) == 0.5
 
 
+def test_given_statistics_may_hold_groups(rng: np.random.Generator) -> None:
+    x = data("t3", 1000, rng).reshape(10, 100)
+    stats = slice_stats(x, 0 * x, sequences=True, entropy=True, advantages=x)
+    for given_stats in (stats, stats.to("cpu")):
+        assert same_bits(exact_quantiles(x, 0 * x, None, Q, stats=given_stats)["all"], sorted_quantiles(x, Q))
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [

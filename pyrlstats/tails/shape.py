@@ -116,8 +116,17 @@ class TailShape(Mapping[str, TailView]):
 
     @cached_property
     def _fit(self) -> Fit:
+        largest, n = self.largest, self.n
+        in_numpy = flat.in_host_memory(n)
+        if in_numpy:  # the same digits for arrays and CPU tensors
+            largest, n = np.asarray(largest), np.asarray(n)
         with np.errstate(all="ignore"):  # empty slices
-            return pareto.fit(self.largest, self.n, tail_sizes(self.n, self.sample_size))
+            found = pareto.fit(largest, n, tail_sizes(n, self.sample_size))
+        if in_numpy and not isinstance(self.n, np.ndarray):
+            import torch
+
+            return Fit(*(torch.from_numpy(column) for column in found))
+        return found
 
     @property
     def pareto_k(self) -> Array:
