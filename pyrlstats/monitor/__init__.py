@@ -1,0 +1,1 @@
+"""Watching a run: detectors, alerts and the folder a run leaves behind."""
