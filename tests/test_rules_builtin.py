@@ -64,6 +64,8 @@ STATISTICS = {
     "ess_fraction": 0.9,
     "clip_fraction": 0.05,
     "abs_log_ratio_p99_9": 0.4,
+    "tail_ratio": 1.0,
+    "ks_to_baseline": 0.02,
 }
 
 
@@ -126,6 +128,8 @@ MADE: dict[str, Change] = {
     "tail-growing": scale("post_tool/abs_log_ratio_p99_9", np.exp(RAMP)),
     "tail-far-from-baseline": scale("post_tool/abs_log_ratio_p99_9", 4.0),
     "one-slice-leaves-the-text": scale("post_tool/abs_log_ratio_p99_9", 2.5),
+    "tail-mass-beyond-baseline": put("post_tool/tail_ratio", 20.0),
+    "distribution-moved": put("post_tool/ks_to_baseline", 0.5),
     "ess-low": put("post_tool/ess_fraction", 0.4),
     "ess-collapse": put("post_tool/ess_fraction", 0.01),
     "ess-falling": scale("post_tool/ess_fraction", np.exp(-RAMP)),
