@@ -6,7 +6,7 @@
     steps.jsonl               one line a step: step, time, scalars, sparse states of the slices; see records.py
     alerts.jsonl              one line an alert, as Alert.to_json gives it
     alerts/<step>-<name>/     alert.json, and figure.png where matplotlib is installed
-    snapshots/<step>.npz      the monitor's own memory at times, so that resuming need not read every step
+    snapshots/*.npz           the monitor's own memory at times, so that resuming need not read every step
 
 run.json holds ``format`` (1), ``pyrlstats`` (version), ``start`` (seconds since 1970), and ``make`` (version, kind,
 names, layout and clip of the states; null until the first statistics came).
@@ -76,6 +76,11 @@ class RunWriter:
         except BaseException:
             self._steps.close()
             raise
+
+    @property
+    def offset(self) -> int:
+        """Where steps.jsonl ends."""
+        return self._steps.end
 
     @property
     def torn(self) -> int:
@@ -154,10 +159,10 @@ class _Lines:
         try:
             _lock(self._file, path)
             size = os.fstat(self._file).st_size
-            self._end = _end_of_lines(self._file, size)
-            self.torn = int(self._end < size)
+            self.end = _end_of_lines(self._file, size)
+            self.torn = int(self.end < size)
             if self.torn:
-                os.ftruncate(self._file, self._end)
+                os.ftruncate(self._file, self.end)
         except BaseException:
             os.close(self._file)
             raise
@@ -167,13 +172,13 @@ class _Lines:
             written = os.write(self._file, line)
             if written < len(line):
                 os.write(self._file, line[written:])  # says why the first one stopped, or finishes it
-            end = self._end + len(line)
+            end = self.end + len(line)
             if os.fstat(self._file).st_size != end:
                 raise OSError(f"wrote {written} of {len(line)} bytes")
-            self._end = end
+            self.end = end
         except OSError:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._file, self._end)
+                os.ftruncate(self._file, self.end)
             raise
 
     def close(self) -> None:
@@ -266,6 +271,7 @@ class RunReader:
 
     Args:
         path: of the folder.
+        start: offset in steps.jsonl at which reading begins, the end of a line.
 
     Raises:
         FileNotFoundError: no run.json there.
@@ -276,10 +282,10 @@ class RunReader:
         damaged: lines that were passed over.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, start: int = 0) -> None:
         self.path = Path(path)
         self.damaged = 0
-        self._offset = 0
+        self._offset = start
         self._alerts_offset = 0
         self._records: dict[int, Record] = {}
         self._alerts: list[Alert] = []
