@@ -47,7 +47,8 @@ def statistic_hint(name: str) -> str:
     quantiles = [f"log_ratio_{percentile_name(q)}" for q in QUANTILES]
     quantiles += [f"abs_log_ratio_{percentile_name(q)}" for q in ABS_QUANTILES]
     return nearest(name, (*SCALARS, *DERIVED, *COMPARED, *quantiles)) or (
-        f"; there are {', '.join((*SCALARS, *DERIVED, *COMPARED))}, and quantiles like log_ratio_p50 and abs_log_ratio_p99_9"
+        f"; there are {', '.join((*SCALARS, *DERIVED, *COMPARED))}, "
+        "and quantiles like log_ratio_p50 and abs_log_ratio_p99_9"
     )
 
 

@@ -85,7 +85,9 @@ def open_run(path: str | Path) -> Run:
         if path.is_dir():
             return _open_folder(path)
         if not path.exists():
-            raise RunError(f"{path} is not there: give a run folder, a .jsonl or .parquet file, or a trainer_state.json")
+            raise RunError(
+                f"{path} is not there: give a run folder, a .jsonl or .parquet file, or a trainer_state.json"
+            )
         return _open_file(path)
     except RunError:
         raise
