@@ -100,7 +100,7 @@ def growth(scene: Scene) -> Iterator[Finding]:
     shape = (len(scene.names), len(SIGNALS))
     score, excess = scene.drift.score().reshape(shape), scene.drift.score() / scene.limits.warning
     begun = grown(scene.drift, scene.limits.warning, LEAST_GROWTH).reshape(shape)
-    goes_on = (excess > 0.5).reshape(shape).any(1)
+    goes_on = np.asarray(excess > 0.5).reshape(shape).any(1)
     for row, name in enumerate(scene.names):
         if begun[row].any():
             yield Finding(f"growth:{name}", _alert(scene, row, np.where(begun[row], score[row], -np.inf)))
