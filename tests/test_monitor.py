@@ -18,7 +18,8 @@ import pytest
 
 import pyrlstats
 from pyrlstats import Monitor, slice_stats
-from pyrlstats.monitor import Alert, RunReader
+from pyrlstats.monitor import Alert, RunReader, snapshots
+from pyrlstats.monitor.folder import RunWriter
 from pyrlstats.monitor.history import DEPTH
 
 NAMES = ("text", "pre_tool", "post_tool")
@@ -45,7 +46,8 @@ def scalars_at(step, seed=0):
     return {"reward": 0.5 + 0.02 * rng.standard_normal(), "loss": 0.01 * rng.standard_normal()}
 
 
-GROWTH = {"onset": 120, "growth": 0.01}
+BASELINE, STEPS = 40, 180
+GROWTH = {"onset": 70, "growth": 0.015}
 
 
 @pytest.fixture(autouse=True)
@@ -61,9 +63,9 @@ def run(monitor, steps, **options):
 
 @pytest.fixture(scope="module")
 def grown(tmp_path_factory):
-    """A run of 300 steps whose post_tool tail grows by 1 % a step from step 120 on."""
+    """A run whose post_tool tail grows by 1.5 % a step from step 70 on."""
     folder = tmp_path_factory.mktemp("run")
-    monitor = run(Monitor(folder, baseline=60), range(300), **GROWTH)
+    monitor = run(Monitor(folder, baseline=BASELINE), range(STEPS), **GROWTH)
     monitor.close()
     return folder, monitor
 
@@ -73,7 +75,7 @@ def test_growth_of_a_slice_is_found_and_localised(grown):
     first, second = monitor.alerts
     assert (first.level, second.level) == ("warning", "stop")
     assert first.slice == second.slice == "post_tool"
-    assert 120 < first.step < 180
+    assert 70 < first.step < 110
     assert monitor.should_stop
     assert first.message.startswith("post_tool: ")
     assert "text" in first.message.split("; ")[-1] or "text" in first.message
@@ -81,9 +83,9 @@ def test_growth_of_a_slice_is_found_and_localised(grown):
     assert others["post_tool"]["tail_ratio"] > 3.0
     for name in ("text", "pre_tool"):
         assert abs(others[name]["tail_log_ratio"]) < 4.0 * others[name]["tail_log_ratio_se"]
-    # 1 % a step doubles in 69 steps; the tail mass grows several times as fast
-    assert 5.0 < second.evidence["doubling_steps"] < 100.0
-    assert abs(first.evidence["since_step"] - 120) < 40
+    # 1.5 % a step doubles in 46 steps; the tail mass grows several times as fast
+    assert 4.0 < second.evidence["doubling_steps"] < 70.0
+    assert abs(first.evidence["since_step"] - 70) < 30
     assert (
         second.evidence["slices"]["post_tool"]["now"]["p99.9"]
         > 1.5 * second.evidence["slices"]["post_tool"]["then"]["p99.9"]
@@ -104,37 +106,37 @@ def test_an_alert_leaves_a_small_folder(grown):
 
 
 def test_a_stationary_run_is_quiet():
-    monitor = run(Monitor(baseline=60), range(400))
+    monitor = run(Monitor(baseline=BASELINE), range(250))
     assert monitor.alerts == []
     assert monitor.frozen
     assert not monitor.lost
 
 
-@pytest.mark.parametrize(("killed_at", "resumed_at"), [(30, 0), (150, 150), (170, 141), (230, 100)])
+@pytest.mark.parametrize(("killed_at", "resumed_at"), [(20, 0), (95, 95), (130, 75)])
 def test_killed_and_resumed_the_alerts_are_the_same(grown, tmp_path, killed_at, resumed_at):
     def process(*arguments):
         return subprocess.run([sys.executable, __file__, tmp_path, *map(str, arguments)], check=False).returncode
 
-    assert process(0, 300, killed_at) == -9
+    assert process(0, STEPS, killed_at) == -9
     assert [record.step for record in RunReader(tmp_path).steps] == list(range(killed_at))
-    assert process(resumed_at, 300) == 0
+    assert process(resumed_at, STEPS) == 0
     folder, _ = grown
     wanted, got = RunReader(folder), RunReader(tmp_path)
     assert got.damaged == 0
-    assert [record.step for record in got.steps] == list(range(300))
+    assert [record.step for record in got.steps] == list(range(STEPS))
     assert got.alerts == wanted.alerts
     for one, two in zip(got.steps[::50], wanted.steps[::50], strict=True):
         assert (one.stats.state.buffer == two.stats.state.buffer).all()
 
 
 def test_going_back_takes_alerts_back(tmp_path):
-    monitor = run(Monitor(tmp_path, baseline=60), range(220), **GROWTH)
+    monitor = run(Monitor(tmp_path, baseline=BASELINE), range(150), **GROWTH)
     before = monitor.alerts
     assert before
-    run(monitor, range(110, 140))  # from an earlier checkpoint, and this time nothing grows
+    run(monitor, range(75, 90))  # from an earlier checkpoint, and this time nothing grows
     assert monitor.alerts == []
     assert RunReader(tmp_path).alerts == []
-    run(monitor, range(110, 220), **GROWTH)
+    run(monitor, range(75, 150), **GROWTH)
     assert monitor.alerts == before
     assert not monitor.lost
     monitor.close()
@@ -147,12 +149,12 @@ def test_without_a_folder_going_back_counts_as_new(caplog):
 
 
 def test_skipped_steps(tmp_path):
-    monitor = run(Monitor(tmp_path, baseline=40), range(0, 1500, 5), onset=400, growth=0.004)
+    monitor = run(Monitor(tmp_path, baseline=BASELINE), range(0, 900, 5), onset=300, growth=0.005)
     (first, *_) = monitor.alerts
     assert first.slice == "post_tool"
     assert first.step % 5 == 0
-    # in steps, not in observations: 0.4 % a step is a doubling in 173
-    assert 20.0 < monitor.alerts[-1].evidence["doubling_steps"] < 250.0
+    # in steps, not in observations: 0.5 % a step is a doubling in 139
+    assert 15.0 < monitor.alerts[-1].evidence["doubling_steps"] < 200.0
     monitor.close()
 
 
@@ -232,8 +234,8 @@ def test_old_log_probabilities_that_are_not_recorded_any_more():
 
 
 def test_a_single_spike_is_no_growth():
-    monitor = Monitor(baseline=60)
-    for step in range(200):
+    monitor = Monitor(baseline=BASELINE)
+    for step in range(120):
         x, ids = tokens(step)
         monitor.observe(
             step, slice_stats(x * (10.0 if step == 100 else 1.0), np.zeros_like(x), slice_ids=ids, names=NAMES)
@@ -348,16 +350,16 @@ def test_statistics_of_other_slices_are_refused(tmp_path):
 
 def test_a_read_only_place_is_said_once(tmp_path, caplog):
     (tmp_path / "file").write_text("")
-    monitor = run(Monitor(tmp_path / "file" / "run", baseline=60), range(220), **GROWTH)
+    monitor = run(Monitor(tmp_path / "file" / "run", baseline=BASELINE), range(150), **GROWTH)
     assert monitor.should_stop
     assert monitor.lost["run folder"] == 1
-    assert monitor.lost["steps"] == 220
+    assert monitor.lost["steps"] == 150
     assert sum("training goes on" in message for message in caplog.messages) == 1
     monitor.close()
 
 
 def test_a_full_disk_is_said_once_and_what_fits_is_kept(tmp_path, monkeypatch, caplog):
-    monitor = run(Monitor(tmp_path, baseline=60), range(50))
+    monitor = run(Monitor(tmp_path, baseline=BASELINE), range(50))
     real = os.write
 
     def full(file, data):
@@ -366,20 +368,20 @@ def test_a_full_disk_is_said_once_and_what_fits_is_kept(tmp_path, monkeypatch, c
     monkeypatch.setattr(os, "write", full)
     run(monitor, range(50, 80))
     monkeypatch.setattr(os, "write", real)
-    run(monitor, range(80, 220), **GROWTH)
+    run(monitor, range(80, 150), **GROWTH)
     assert monitor.lost == {"steps": 30}
     assert len([message for message in caplog.messages if "No space" in message]) == 1
     assert monitor.should_stop
     monitor.close()
-    assert [record.step for record in RunReader(tmp_path).steps] == [*range(50), *range(80, 220)]
+    assert [record.step for record in RunReader(tmp_path).steps] == [*range(50), *range(80, 150)]
 
 
 def test_a_damaged_snapshot_is_passed_over(grown, tmp_path):
-    monitor = run(Monitor(tmp_path, baseline=60), range(160), **GROWTH)
+    monitor = run(Monitor(tmp_path, baseline=BASELINE), range(120), **GROWTH)
     monitor.close()
     newest = max((tmp_path / "snapshots").iterdir())
     newest.write_bytes(newest.read_bytes()[:1000])
-    monitor = run(Monitor(tmp_path, baseline=60), range(160, 300), **GROWTH)
+    monitor = run(Monitor(tmp_path, baseline=BASELINE), range(120, STEPS), **GROWTH)
     assert monitor.lost == {"snapshots": 1}
     assert monitor.alerts == grown[1].alerts
     monitor.close()
@@ -408,29 +410,30 @@ def test_a_clock_that_goes_backwards(tmp_path, monkeypatch):
 def test_other_ranks_decide_alike_and_write_nothing(tmp_path, monkeypatch, grown):
     told = []
     monkeypatch.setenv("RANK", "3")
-    monitor = run(Monitor(tmp_path / "none", baseline=60, on_alert=told.append), range(300), **GROWTH)
+    monitor = run(Monitor(tmp_path / "none", baseline=BASELINE, on_alert=told.append), range(STEPS), **GROWTH)
     assert monitor.alerts == grown[1].alerts
     assert monitor.should_stop
     assert told == []
     assert not (tmp_path / "none").exists()
-    resumed = Monitor(grown[0], baseline=60)
+    resumed = Monitor(grown[0], baseline=BASELINE)
     assert [alert.step for alert in resumed.alerts] == [alert.step for alert in monitor.alerts]
     assert not resumed.should_stop  # whoever started it again has decided to go on
 
 
 def test_snapshots_stay_few(tmp_path):
-    monitor = Monitor(tmp_path, baseline=20)
-    stats = [stats_at(step, n=50) for step in range(20)]
-    for step in range(3000):
-        monitor.observe(step, stats[step % 20])
-    steps = sorted(int(file.stem.split("_")[0]) for file in (tmp_path / "snapshots").iterdir())
-    assert len(steps) <= 14
-    assert steps[-4:] == [2700, 2800, 2900, 3000]
+    writer = RunWriter(tmp_path, 0.0)
+    for observed in range(100, 20_001, 100):
+        snapshots.write(writer, observed, observed - 1, b"memory")
+        assert len(snapshots.snapshots(tmp_path)) <= 22
+    kept = [snapshot.observed for snapshot in snapshots.snapshots(tmp_path)]
+    assert kept[:4] == [20_000, 19_900, 19_800, 19_700]
     # going back any distance costs about that distance at most
-    for target in range(100, 3000, 50):
-        before = max((step for step in steps if step <= target), default=0)
-        assert target - before <= max(3000 - target, 400)
-    monitor.close()
+    for target in range(100, 20_000, 50):
+        before = max((observed for observed in kept if observed <= target), default=0)
+        assert target - before <= max(20_000 - target, 400)
+    snapshots.forget(writer, 10_000)
+    assert max(snapshot.step for snapshot in snapshots.snapshots(tmp_path)) < 10_000
+    writer.close()
 
 
 def test_tensors(tmp_path):
@@ -490,7 +493,7 @@ def trainer(folder, first, last, killed_at=None):
         return write(file, data)
 
     os.write = torn
-    run(Monitor(folder, baseline=60), range(first, last), **GROWTH).close()
+    run(Monitor(folder, baseline=BASELINE), range(first, last), **GROWTH).close()
 
 
 if __name__ == "__main__":
