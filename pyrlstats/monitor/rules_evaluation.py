@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pyrlstats.monitor.alerts import Alert, History
 from pyrlstats.monitor.rules import Condition, Rule, RuleSet
 from pyrlstats.monitor.rules_measures import Floats, at_end, holds, measured
-from pyrlstats.monitor.rules_names import DERIVED, nearest, split_key
+from pyrlstats.monitor.rules_names import DERIVED, is_statistic, nearest, split_key
 
 NOTICE_AFTER = 20  # steps after which a signal that never came is said to be missing
 LONGEST = 4096  # steps that are looked back at most, where a signal comes rarely
@@ -485,14 +485,19 @@ class Names:
             return []
         names = sorted({bound.rule.name for bound in silent})
         scalars = [key for key in keys if split_key(key) is None]
-        signals = [
-            signal if signal in self._aliases.known() or "/" in signal else f"{signal}{nearest(signal, scalars)}"
+        signals = dict.fromkeys(
+            signal if signal in self._aliases.known() else _of_all(signal) or f"{signal}{nearest(signal, scalars)}"
             for signal in sorted({signal for bound in silent for signal in bound.absent})
-        ]
+        )
         return [
             f"{len(names)} of {len(self._rules.rules)} rules have nothing to look at ({', '.join(names)}): "
             f"this run has no {', '.join(signals)}"
         ]
+
+
+def _of_all(signal: str) -> str:
+    """The statistic of a slice's signal, "" of a scalar: what is missing is missing in every slice."""
+    return signal.rsplit("/", 1)[1] if "/" in signal and is_statistic(signal.rsplit("/", 1)[1]) else ""
 
 
 def _slices_of(rule: Rule, slices: Sequence[str]) -> list[str | None]:

@@ -194,11 +194,11 @@ def _scalars(view: View, width: int, most: int) -> RenderableType:
 def _alerts(view: View, most: int, brief: bool) -> RenderableType:
     if not view.alerts:
         return Panel(Text("none", style="dim"), title="alerts", title_align="left", box=box.ROUNDED, border_style="dim")
-    grid = Table.grid(padding=(0, 1))
+    grid = Table.grid(padding=(0, 1), expand=True)
     shown = view.alerts[-most:]
-    grid.add_column(justify="right", style="dim", min_width=max(len(f"{alert.step:,}") for alert in shown))
-    grid.add_column(min_width=len("warning"))
-    grid.add_column(overflow="ellipsis" if brief else "fold", no_wrap=brief)
+    grid.add_column(justify="right", no_wrap=True, style="dim")
+    grid.add_column(no_wrap=True)
+    grid.add_column(ratio=1, no_wrap=brief, overflow="ellipsis" if brief else "fold")
     for alert in reversed(shown):
         grid.add_row(f"{alert.step:,}", Text(alert.level, style=STYLES[alert.level]), _told(alert))
     more = len(view.alerts) - most
