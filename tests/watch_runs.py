@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 import pyrlstats
-from pyrlstats.monitor.alerts import Alert
+from pyrlstats.monitor.alerts import Alert, Level
 from pyrlstats.monitor.folder import RunWriter
 from pyrlstats.slice_stats import SliceStats
 
@@ -40,10 +40,10 @@ def step_scalars(step: int) -> dict[str, float]:
     }
 
 
-def alert(step: int, level: str = "warning", name: str = "growth", slice_name: str | None = "post_tool") -> Alert:
-    return Alert(
-        step, name, level, f"{slice_name}/kl_k3", f"{slice_name}: it <grows> | more", "policy update", slice_name, {"a": 1.23456789}
-    )  # type: ignore[arg-type]  # fmt: skip
+def alert(step: int, level: Level = "warning", name: str = "growth", slice_name: str | None = "post_tool") -> Alert:
+    evidence = {"a": 1.23456789}
+    message = f"{slice_name}: it <grows> | more"
+    return Alert(step, name, level, f"{slice_name}/kl_k3", message, "policy update", slice_name, evidence)
 
 
 def write_run(

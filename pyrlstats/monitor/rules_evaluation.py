@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pyrlstats.monitor.alerts import Alert, History
-from pyrlstats.monitor.rules import Condition, Rule, RuleSet
+from pyrlstats.monitor.monitor import _rank
+from pyrlstats.monitor.rules import Condition, Rule, RuleSet, load_rules
 from pyrlstats.monitor.rules_measures import Floats, at_end, holds, measured
 from pyrlstats.monitor.rules_names import DERIVED, is_statistic, nearest, split_key
 
-NOTICE_AFTER = 20  # steps after which a signal that never came is said to be missing
+NOTICE_AFTER = 200  # steps after which a signal that never came is said to be missing
 LONGEST = 4096  # steps that are looked back at most, where a signal comes rarely
 
 
+_log = logging.getLogger("pyrlstats.monitor")
+
+
 class RuleBook:
-    """Rules that the monitor asks once a step.
+    """Rules that the monitor asks once a step: ``Monitor(folder, RuleBook.load("my_rules.toml"))``.
 
     The pace of a rule is that of its rarest signal: an evaluation logged every 100 steps counts once in 100 steps, and
     between two of them the rule holds if it held at the last. What is missing, or NaN, is counted; it neither makes a
     rule hold nor clears it.
+
+    After 200 steps it logs once, by the logger "pyrlstats.monitor" of rank 0, which rules have nothing to look at.
 
     Args:
         rules: from :func:`pyrlstats.monitor.rules.load_rules`.
@@ -45,6 +53,11 @@ class RuleBook:
         self._told = False
         self._presence = Presence()
         self._held: dict[tuple[str, str | None], tuple[int, Alert]] = {}
+
+    @classmethod
+    def load(cls, *paths: str | Path, builtin: bool = True) -> RuleBook:
+        """The built-in rules and those of files; raises as :func:`pyrlstats.monitor.rules.load_rules` does."""
+        return cls(load_rules(*paths, builtin=builtin))
 
     def evaluate(self, step: int, signals: Mapping[str, float], history: History) -> list[Alert]:
         """An alert for each rule that holds at this step, or held less than its ``cool_down`` steps ago.
@@ -72,6 +85,10 @@ class RuleBook:
             alert = self._ask(bound, step, history)
             if alert is not None:
                 alerts.append(alert)
+        if self._steps == NOTICE_AFTER and _rank() == 0:
+            own = any(name in self.rules.own for name in self.missing)
+            for notice in self.notices():
+                _log.log(logging.WARNING if own else logging.INFO, "%s", notice)
         return alerts
 
     def _ask(self, bound: Bound, step: int, history: History) -> Alert | None:
