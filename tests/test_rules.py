@@ -412,6 +412,18 @@ def test_what_is_missing_is_counted_and_said_once(tmp_path: Path) -> None:
     assert len(young.notices(at_end=True)) == 1
 
 
+def test_robust_z_without_a_spread_is_said(tmp_path: Path) -> None:
+    class Plain(Recorded):
+        spread = property()  # type: ignore[assignment]
+
+    rules = rules_of(tmp_path, '{ scalar = "x", measure = "robust_z", above = 2 }')
+    book, history = RuleBook(rules), Plain(5)
+    for step in range(1, 30):
+        history.add(step, {"x": float(step)})
+        assert book.evaluate(step, {"x": float(step)}, history) == []
+    assert book.notices(at_end=True) == ["r: this monitor keeps no spread of the warm-up, use ratio"]
+
+
 def test_a_monitor_with_rules_says_what_is_missing_once_and_alarms(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -21,6 +21,7 @@ from pyrlstats.monitor.rules_measures import Floats, at_end, holds, measured
 from pyrlstats.monitor.rules_names import DERIVED, is_statistic, nearest, split_key
 
 NOTICE_AFTER = 200  # steps after which a signal that never came is said to be missing
+SPREAD = "spread of the warm-up"  # what robust_z needs of a history
 LONGEST = 4096  # steps that are looked back at most, where a signal comes rarely
 
 
@@ -78,9 +79,9 @@ class RuleBook:
         self._presence.add(step, signals, self._known[1])
         alerts = []
         for bound in self._known[1]:
-            if bound.absent:
-                counts = self.missing.setdefault(bound.rule.name, Counter())
-                counts.update(bound.absent)
+            absent = bound.absent or bound.unknown(history)
+            if absent:
+                self.missing.setdefault(bound.rule.name, Counter()).update(absent)
                 continue
             alert = self._ask(bound, step, history)
             if alert is not None:
@@ -115,7 +116,9 @@ class RuleBook:
         if self._told or not self._steps or (self._steps < NOTICE_AFTER and not at_end):
             return []
         self._told = True
-        return self._names.unheard(self._known[1] if self._known else [], self._seen)
+        found = self._names.unheard(self._known[1] if self._known else [], self._seen)
+        unknown = sorted(name for name, counts in self.missing.items() if SPREAD in counts)
+        return [*found, *([f"{', '.join(unknown)}: this monitor keeps no {SPREAD}, use ratio"] if unknown else [])]
 
 
 def signals_needed(rules: RuleSet) -> tuple[str, ...]:
@@ -252,6 +255,11 @@ class Bound:
     signals: tuple[Signal, ...]
     tokens: Source | None
     absent: tuple[str, ...]
+
+    def unknown(self, history: History) -> tuple[str, ...]:
+        """What the rule needs and this history does not keep."""
+        needs = any(signal.condition.measure == "robust_z" for signal in self.signals)
+        return (SPREAD,) if needs and not hasattr(history, "spread") else ()
 
     def held(self, step: int, history: History, presence: Presence) -> list[dict[str, Any]] | None:
         """The evidence, if the rule holds at the last observation of its rarest signal, as often as it asks for."""

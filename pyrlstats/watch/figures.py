@@ -100,7 +100,8 @@ def pictures(summary: Summary) -> list[tuple[str, str, str]]:
             (
                 "The distribution over steps",
                 "Share of the tokens in each bin of the log-ratio, from the exact counts: dark is many. The band in "
-                "the middle is everything nearer to 0 than the smallest tick.",
+                f"the middle is everything from -{plain_number(_scale(summary)[0])} to "
+                f"{plain_number(_scale(summary)[0])} nats.",
                 picture(lambda figure: _heat(figure, summary), 0.6 + 2.9 * rows),
             )
         )
