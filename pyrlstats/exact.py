@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pyrlstats import _dispatch
 from pyrlstats._inputs import Masks, as_ids, device_of, gate, resolve_names
 from pyrlstats.accumulator import SliceAccumulator
-from pyrlstats.backends import digits
+from pyrlstats.backends import digits, flat
 from pyrlstats.backends.batch import Batch
 from pyrlstats.backends.digits import DIGIT_BITS, DIGITS, Intervals
 from pyrlstats.cells import Numbers, abs_cells, first_at_least, on_device_of, probabilities, signed_cells, take
@@ -128,15 +128,31 @@ def _counted(batch: Batch, names: tuple[str, ...], layout: Layout, group: Any, n
     return _moved(pooled.state, device_of(batch.logp))
 
 
+def from_the_top(batch: Batch, slices: int, k: int, absolute: bool) -> Array:
+    """The k-th largest x (or abs(x)) of every slice, or the smallest of fewer: float64 (S,), NaN for an empty slice."""
+    state = State.empty([str(index) for index in range(slices)], _DEFAULT_LAYOUT, (0.2, 0.2), device_of(batch.logp))
+    _dispatch.accumulate(batch, state)
+    return _at_ranks(batch, state, state.n_finite()[:, None] - (k - 1), absolute, None, None)[:, 0]
+
+
 def _values(
     batch: Batch, state: State, q: list[float], absolute: bool, ranks: Ranks | None, num_threads: int | None
 ) -> Array:
     """float64 (S, len(q))."""
+    n = state.n_finite()[:, None]
+    rank = _integers(namespace(n).ceil(on_device_of(n, q) * n))
+    return _at_ranks(batch, state, rank, absolute, ranks, num_threads)
+
+
+def _at_ranks(
+    batch: Batch, state: State, rank: Array, absolute: bool, ranks: Ranks | None, num_threads: int | None
+) -> Array:
+    """The tokens of these ranks, int64 (S, Q), from 1, in ascending order; smaller ranks count as 1."""
     cells = abs_cells(state) if absolute else signed_cells(state)
     xp = namespace(cells.counts)
     cumulative = xp.cumsum(cells.counts, -1)
     n = cumulative[:, -1:]
-    rank = xp.clip(_integers(xp.ceil(on_device_of(n, q) * n)), 1, None)
+    rank = xp.clip(rank, 1, None)
     # past the end only where n is 0
     cell = xp.clip(first_at_least(cumulative, rank), 0, cumulative.shape[-1] - 1)
     holds = take(cells.counts, cell)
@@ -144,10 +160,10 @@ def _values(
     edges, bits_of = _keys(state.layout, cells.signed)
     edge = _integers(on_device_of(n, edges))
     low, width, bits = edge[cell], edge[cell + 1] - edge[cell], _integers(on_device_of(n, bits_of))[cell]
-    fits = (n > 0) & (rank > 0)
+    fits, host = (n > 0) & (rank > 0), flat.in_host_memory(n)
     for _ in range(_ROUNDS):
         wide = fits & (width > 1)
-        if ranks is None and xp is np and not wide.any():
+        if ranks is None and host and not bool(wide.any()):
             break
         shift = xp.clip(bits - DIGIT_BITS, 0, None)
         counts = digits.count(batch, Intervals(low, xp.where(wide, width, 0), shift), absolute, num_threads)
@@ -163,7 +179,7 @@ def _values(
         low = low + step
         width = xp.minimum(width - step, xp.ones_like(shift) << shift)
         rank, holds, bits = xp.where(wide, rank - before, rank), xp.where(wide, inside, holds), shift
-    if (xp is np or n.device.type == "cpu") and bool((~fits & (n > 0)).any()):
+    if host and bool((~fits & (n > 0)).any()):
         raise ValueError("stats must be those of these tokens (with group, of the tokens of all ranks), got others")
     return xp.where(fits, digits.value_of(low), float("nan"))
 

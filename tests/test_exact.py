@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyrlstats import Layout, exact_quantiles, reference, slice_stats, values
-from pyrlstats.backends import cpp, digits
+from pyrlstats.backends import cpp, digits, flat
 from pyrlstats.slices import Slices
 from pyrlstats.windows import DecayedStats
 
@@ -66,6 +66,8 @@ def test_equal_to_a_sort_to_the_bit(
     backend: str, kind: str, n: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYRLSTATS_BACKEND", backend)
+    if backend == "torch":  # the way of a GPU, which asks for no value
+        monkeypatch.setattr(flat, "in_host_memory", lambda _: False)
     x = data(kind, n, rng)
     masks = {"all": np.ones(n, bool), "some": rng.random(n) < 0.3, "none": np.zeros(n, bool)}
     give = torch.from_numpy if backend == "torch" else np.asarray
@@ -182,6 +184,13 @@ def test_given_statistics_save_a_pass_and_must_be_of_these_tokens(monkeypatch: p
     as_tensors = exact_quantiles(torch.from_numpy(x), torch.zeros(1001), None, 0.75, stats=stats)["all"]
     assert isinstance(as_tensors, torch.Tensor)
     assert float(exact_quantiles(x, 0 * x, None, 0.75, stats=stats.to("cpu"))["all"]) == 0.5
+
+
+def test_given_statistics_may_hold_groups(rng: np.random.Generator) -> None:
+    x = data("t3", 1000, rng).reshape(10, 100)
+    stats = slice_stats(x, 0 * x, sequences=True, entropy=True, advantages=x)
+    for given_stats in (stats, stats.to("cpu")):
+        assert same_bits(exact_quantiles(x, 0 * x, None, Q, stats=given_stats)["all"], sorted_quantiles(x, Q))
 
 
 @pytest.mark.parametrize(

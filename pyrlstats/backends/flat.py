@@ -13,6 +13,11 @@ from pyrlstats.backends.reference import to_numpy
 from pyrlstats.state import Array, namespace
 
 
+def in_host_memory(array: Array) -> bool:
+    """Is asking for a value free of a sync?"""
+    return isinstance(array, np.ndarray) or bool(array.device.type == "cpu")
+
+
 def on_host(batch: Batch) -> Batch:
     """The same batch as NumPy arrays, in place where NumPy has the dtype. For NumPy arrays and CPU tensors."""
     return Batch(
