@@ -93,6 +93,8 @@ def select(
 ) -> dict[str, Array]:
     """The quantiles of a batch that has passed the gate; ``layout`` is that of the first pass, without ``state``."""
     values, scalar = probabilities(q)
+    if num_threads is not None and (not isinstance(num_threads, int) or num_threads < 1):
+        raise ValueError(f"num_threads must be a positive integer or None, got {num_threads!r}")
     device = device_of(batch.logp)
     if state is not None:
         if state.names != names:
