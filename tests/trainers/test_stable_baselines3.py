@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,15 @@ from pyrlstats import SliceStats  # noqa: E402
 from pyrlstats.integrations.stable_baselines3 import UpdateStatsCallback  # noqa: E402
 
 STEPS, ROLLOUT, EPOCHS = 192, 64, 3
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """No threads that wait for each other on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def make(**options: Any) -> Any:
