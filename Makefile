@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet
 # in CI the kernels are compiled with the oldest supported Triton too
 TRITON_36 := $(if $(CI),$(VENV)/triton36)
-SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc kernels pyrlstats -type f -not -path '*/__pycache__/*')
+SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc kernels pyrlstats benchmarks -type f -not -path '*/__pycache__/*')
 
 .PHONY: demo test lint bench clean
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.contenders.contender import DEFAULT, Collect, Contender, Launch, identity
-from benchmarks.contenders.numpy_exact import DTYPES, selected
-from benchmarks.exact import ABS_LEVELS, Results, Tolerance
-from benchmarks.inputs import Inputs
+from ..exact import ABS_LEVELS, Results, Tolerance
+from ..inputs import Inputs
+from .contender import DEFAULT, Collect, Contender, Launch, identity
+from .numpy_exact import DTYPES, selected
 
 LEVELS = list(ABS_LEVELS.values())
 
