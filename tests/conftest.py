@@ -87,7 +87,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, help="seed of the random data; a fresh one each run by default")
 
 
+# clients that would look for a network, or tell somebody that they are used
+OFFLINE = {
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "WANDB_MODE": "offline",
+    "WANDB_SILENT": "true",
+    "WANDB_ERROR_REPORTING": "false",
+}
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ.update(OFFLINE)
     if config.option.seed is None:
         config.option.seed = random.SystemRandom().randrange(1 << 32)
 

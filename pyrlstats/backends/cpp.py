@@ -5,17 +5,25 @@ from __future__ import annotations
 import os
 import sys
 from functools import cache, lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from pyrlstats import _core  # ImportError where the extension is not built
 from pyrlstats.backends.batch import Batch
 from pyrlstats.layout import STATE_VERSION, clip_thresholds
 from pyrlstats.state import Array, State
 
+if TYPE_CHECKING:
+    from pyrlstats.backends.digits import Intervals
+
 if _core.STATE_VERSION != STATE_VERSION:
     raise ImportError("the extension pyrlstats._core is of another version: reinstall pyrlstats")
 
 Operand = tuple[int, int, "tuple[int, ...] | None"]
+Arguments = tuple[
+    "tuple[int, ...]", bool, Operand, Operand, "tuple[Operand, ...] | None", "Operand | None", "Operand | None", int
+]
 
 
 def instruction_sets() -> tuple[str, ...]:
@@ -63,15 +71,35 @@ def accumulate(batch: Batch, state: State, num_threads: int | None = None, isa: 
     Raises:
         ValueError: an instruction set that is unknown or not usable.
     """
-    is_array = type(batch.logp).__module__ == "numpy"
-    operand = _array_operand if is_array else _tensor_operand
-    if num_threads is None:
-        num_threads = _cpus() if is_array else sys.modules["torch"].get_num_threads()
     _core.accumulate(
         _address(state.buffer),
         len(state.names),
         (state.layout.mantissa_bits, state.layout.min_exp, state.layout.max_exp),
         _thresholds(state.clip),
+        *_arguments(batch, num_threads),
+        isa=isa,
+    )
+
+
+def count_digits(
+    batch: Batch, intervals: Intervals, absolute: bool, num_threads: int | None = None, isa: str = ""
+) -> Array:
+    """As :func:`pyrlstats.backends.digits.count`, in one pass. Arguments as for :func:`accumulate`."""
+    slices, n = intervals.low.shape
+    counts = np.zeros((slices, n, _core.DIGITS), np.int64)
+    columns = [np.asarray(field).reshape(-1).tolist() for field in intervals]
+    rows = [(index // n, *row) for index, row in enumerate(zip(*columns, strict=True))]
+    _core.count_digits(_address(counts), rows, absolute, slices, *_arguments(batch, num_threads), isa=isa)
+    return counts if isinstance(intervals.low, np.ndarray) else sys.modules["torch"].from_numpy(counts)
+
+
+def _arguments(batch: Batch, num_threads: int | None) -> Arguments:
+    """The batch and the number of threads, as the extension takes them."""
+    is_array = type(batch.logp).__module__ == "numpy"
+    operand = _array_operand if is_array else _tensor_operand
+    if num_threads is None:
+        num_threads = _cpus() if is_array else sys.modules["torch"].get_num_threads()
+    return (
         tuple(batch.logp.shape),
         is_array,
         operand(batch.logp),
@@ -80,7 +108,6 @@ def accumulate(batch: Batch, state: State, num_threads: int | None = None, isa: 
         None if batch.slice_ids is None else operand(batch.slice_ids),
         None if batch.base_mask is None else operand(batch.base_mask),
         num_threads,
-        isa,
     )
 
 

@@ -16,7 +16,7 @@ from pyrlstats.reference import Float32, Float64, log_ratio, quantile, statistic
 NAN = float("nan")
 
 
-def _mean(values: Float64) -> float:
+def _mean(values: NDArray[Any]) -> float:
     return float(np.mean(values)) if values.size else NAN
 
 
