@@ -120,6 +120,17 @@ class TestGate:
             assert (gate.check({name: [value]}, answer, Tolerance()) is None) == right, (name, value)
         assert gate.check({"ess_fraction": []}, answer, Tolerance()) is not None
 
+    def test_sketches_are_held_to_what_their_library_states(self) -> None:
+        datasketches = pytest.importorskip("datasketches")
+        for k in (200, 2000):
+            stated = datasketches.kll_floats_sketch.get_normalized_rank_error(k, False)
+            assert ALL[f"DataSketches KLL, k={k}"].tolerance.rank == pytest.approx(stated, rel=3e-3)
+        sketch = datasketches.req_floats_sketch(50, True)
+        sketch.update(np.random.default_rng(0).normal(size=1 << 20).astype(np.float32))
+        for q in (0.5, 0.99, 0.999):
+            stated = (sketch.get_rank_upper_bound(q, 3) - q) / (1.0 - q)
+            assert ALL["DataSketches REQ, k=50"].tolerance.tail == pytest.approx(stated, rel=3e-3)
+
     def test_a_rank_tolerance_admits_the_order_statistics_of_these_ranks(self) -> None:
         ordered = np.arange(1000.0)
         assert gate.order_statistics(ordered, 0.99) == (988.0, 990.0)
