@@ -1,6 +1,9 @@
 // The Python module: arguments in, the GIL released, nothing else.
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
+#include <cstdlib>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -51,8 +54,23 @@ std::vector<int64_t> to_ints(py::handle sequence) {
 class Operands {
  public:
   Operands(const std::vector<int64_t>& shape, bool byte_strides, size_t capacity)
-      : shape_(shape), byte_strides_(byte_strides) {
+      : shape_(shape), byte_strides_(byte_strides), order_(shape.size()) {
+    std::iota(order_.begin(), order_.end(), size_t{0});
     memory_.reserve(capacity * 2 * (shape.size() + 1));  // operands point into it: it never grows
+  }
+
+  // From now on dimensions are walked in the order in which these two lie in memory, outermost
+  // first: a transposed batch is read line by line too. For what does not depend on the tokens'
+  // order.
+  void walk_as_they_lie(py::handle first, py::handle second) {
+    if (strides_are_c(first) && strides_are_c(second)) return;
+    const std::vector<int64_t> a = strides_of(first), b = strides_of(second);
+    const auto outwards = [&](size_t d) {
+      const int64_t sum = std::abs(a[d]) + std::abs(b[d]);
+      return sum == 0 ? INT64_MAX : sum;  // one element for all of it: nothing to walk along
+    };
+    std::stable_sort(order_.begin(), order_.end(),
+                     [&](size_t d, size_t e) { return outwards(d) > outwards(e); });
   }
 
   Operand make(py::handle value) {
@@ -61,25 +79,10 @@ class Operands {
     if (PyErr_Occurred()) throw py::error_already_set();
     Operand op{(const char*)address, (int)to_int(PyTuple_GET_ITEM(tuple.ptr(), 1)), 0, nullptr,
                nullptr};
-    if (op.dtype < 0 || op.dtype >= kDtypes) throw std::invalid_argument("unknown dtype code");
-    std::vector<int64_t> strides;
-    const int64_t size = kItemSize[op.dtype];
-    py::handle given = PyTuple_GET_ITEM(tuple.ptr(), 2);
-    if (given.is_none()) {
-      strides.resize(shape_.size());
-      int64_t stride = size;
-      for (size_t d = shape_.size(); d-- > 0; stride *= shape_[d]) strides[d] = stride;
-    } else {
-      strides = to_ints(given);
-      if (strides.size() != shape_.size())
-        throw std::invalid_argument("strides must have shape's length");
-      if (!byte_strides_) {
-        for (int64_t& stride : strides) stride *= size;
-      }
-    }
+    const std::vector<int64_t> strides = strides_of(value);
     // Dimensions of one element vanish, and two that can be walked as one become one.
     std::vector<int64_t> dims, steps;
-    for (size_t d = 0; d < shape_.size(); ++d) {
+    for (size_t d : order_) {
       if (shape_[d] == 1) continue;
       if (!dims.empty() && steps.back() == strides[d] * shape_[d]) {
         dims.back() *= shape_[d];
@@ -98,8 +101,33 @@ class Operands {
   }
 
  private:
+  static bool strides_are_c(py::handle value) {
+    return PyTuple_GET_ITEM(value.ptr(), 2) == Py_None;
+  }
+
+  // In bytes.
+  std::vector<int64_t> strides_of(py::handle value) const {
+    const int dtype = (int)to_int(PyTuple_GET_ITEM(value.ptr(), 1));
+    if (dtype < 0 || dtype >= kDtypes) throw std::invalid_argument("unknown dtype code");
+    const int64_t size = kItemSize[dtype];
+    if (strides_are_c(value)) {
+      std::vector<int64_t> strides(shape_.size());
+      int64_t stride = size;
+      for (size_t d = shape_.size(); d-- > 0; stride *= shape_[d]) strides[d] = stride;
+      return strides;
+    }
+    std::vector<int64_t> strides = to_ints(PyTuple_GET_ITEM(value.ptr(), 2));
+    if (strides.size() != shape_.size())
+      throw std::invalid_argument("strides must have shape's length");
+    if (!byte_strides_) {
+      for (int64_t& stride : strides) stride *= size;
+    }
+    return strides;
+  }
+
   const std::vector<int64_t>& shape_;
   bool byte_strides_;
+  std::vector<size_t> order_;  // of the dimensions, outermost first
   std::vector<int64_t> memory_;
 };
 
@@ -113,6 +141,7 @@ class Batch {
         operands_(sizes_, byte_strides, (masks.is_none() ? 0 : py::len(masks)) + 4) {
     count_ = 1;
     for (int64_t size : sizes_) count_ *= size;
+    operands_.walk_as_they_lie(logp, old_logp);
     plan_.logp = operands_.make(logp);
     plan_.old_logp = operands_.make(old_logp);
     if (plan_.logp.dtype > kFloat64 || plan_.old_logp.dtype > kFloat64) {

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from pyrlstats.distributed import _checked_group, _hash, _mismatch
+from pyrlstats.distributed import _checked_group, _hash
 from pyrlstats.state import Array
 
 # group -> what was agreed on -> device type of the collectives
@@ -83,5 +83,20 @@ def _agree(group: Any, request: dict[str, str], device: Any) -> str:
     dist.all_reduce(words, dist.ReduceOp.MAX, group=group)
     highest, negated_lowest, anywhere = words.tolist()
     if highest != -negated_lowest:
-        raise ValueError(_mismatch(request, group))
+        raise ValueError(_difference(request, group))
     return accelerator if anywhere or "cpu" not in backends else "cpu"
+
+
+def _difference(mine: dict[str, str], group: Any) -> str:
+    """Who asks for what: the same text on every rank."""
+    ranks = dist.get_process_group_ranks(group)
+    every: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(every, mine, group=group)
+    parts = []
+    for field in mine:
+        askers: dict[str, list[int]] = {}
+        for rank, request in zip(ranks, every, strict=True):
+            askers.setdefault(str(request.get(field)), []).append(rank)
+        if len(askers) > 1:
+            parts += [f"{field} {asked} on rank {', '.join(map(str, who))}" for asked, who in askers.items()]
+    return f"the ranks ask for different things: {'; '.join(parts)}. Give the same on every rank"

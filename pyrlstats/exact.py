@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pyrlstats import _dispatch
 from pyrlstats._inputs import Masks, as_ids, device_of, gate, resolve_names
 from pyrlstats.accumulator import SliceAccumulator
-from pyrlstats.backends import digits
+from pyrlstats.backends import digits, flat
 from pyrlstats.backends.batch import Batch
 from pyrlstats.backends.digits import DIGIT_BITS, DIGITS, Intervals
 from pyrlstats.cells import Numbers, abs_cells, first_at_least, on_device_of, probabilities, signed_cells, take
@@ -93,13 +93,14 @@ def select(
 ) -> dict[str, Array]:
     """The quantiles of a batch that has passed the gate; ``layout`` is that of the first pass, without ``state``."""
     values, scalar = probabilities(q)
+    if num_threads is not None and (not isinstance(num_threads, int) or num_threads < 1):
+        raise ValueError(f"num_threads must be a positive integer or None, got {num_threads!r}")
     device = device_of(batch.logp)
     if state is not None:
         if state.names != names:
             raise ValueError(f"stats must have the slices {list(names)}, got {list(state.names)}")
         if type(state) is not State:
             raise TypeError("stats must count tokens: the counts of decayed statistics are weighted")
-        state = _moved(state, device)
     ranks = None
     if group is not None:
         from pyrlstats._ranks import Ranks
@@ -109,12 +110,19 @@ def select(
         ranks = Ranks(group, request, device)
     if state is None:
         state = _counted(batch, names, layout, group, num_threads)
-    found = _values(batch, state, values, absolute, ranks, num_threads)
+    found = _values(batch, _beside(batch, state), values, absolute, ranks, num_threads)
+    if isinstance(found, np.ndarray) and device is not None:
+        import torch
+
+        found = torch.from_numpy(found)
     return {name: row[0] if scalar else row for name, row in zip(names, found, strict=True)}
 
 
-def _moved(state: State, device: Any) -> State:
-    return state.to_host() if device is None else SliceStats(state).to(device).state
+def _beside(batch: Batch, state: State) -> State:
+    """The state where its numbers are worked on: in NumPy memory for CPU tensors too, since they are few."""
+    if flat.in_host_memory(batch.logp):
+        return state.to_host()
+    return SliceStats(state).to(device_of(batch.logp)).state
 
 
 def _counted(batch: Batch, names: tuple[str, ...], layout: Layout, group: Any, num_threads: int | None) -> State:
@@ -124,19 +132,36 @@ def _counted(batch: Batch, names: tuple[str, ...], layout: Layout, group: Any, n
     if group is None:
         return state
     accumulator = SliceAccumulator(names, layout=layout, device=device_of(batch.logp))
-    pooled = accumulator.merge(SliceStats(state)).all_reduce(group).compute()
-    return _moved(pooled.state, device_of(batch.logp))
+    pooled: State = accumulator.merge(SliceStats(state)).all_reduce(group).compute().state
+    return pooled
+
+
+def from_the_top(batch: Batch, slices: int, k: int, absolute: bool) -> Array:
+    """The k-th largest x (or abs(x)) of every slice, or the smallest of fewer: float64 (S,), NaN for an empty slice."""
+    state = State.empty([str(index) for index in range(slices)], _DEFAULT_LAYOUT, (0.2, 0.2), device_of(batch.logp))
+    _dispatch.accumulate(batch, state)
+    state = _beside(batch, state)
+    return _at_ranks(batch, state, state.n_finite()[:, None] - (k - 1), absolute, None, None)[:, 0]
 
 
 def _values(
     batch: Batch, state: State, q: list[float], absolute: bool, ranks: Ranks | None, num_threads: int | None
 ) -> Array:
     """float64 (S, len(q))."""
+    n = state.n_finite()[:, None]
+    rank = _integers(namespace(n).ceil(on_device_of(n, q) * n))
+    return _at_ranks(batch, state, rank, absolute, ranks, num_threads)
+
+
+def _at_ranks(
+    batch: Batch, state: State, rank: Array, absolute: bool, ranks: Ranks | None, num_threads: int | None
+) -> Array:
+    """The tokens of these ranks, int64 (S, Q), from 1, in ascending order; smaller ranks count as 1."""
     cells = abs_cells(state) if absolute else signed_cells(state)
     xp = namespace(cells.counts)
     cumulative = xp.cumsum(cells.counts, -1)
     n = cumulative[:, -1:]
-    rank = xp.clip(_integers(xp.ceil(on_device_of(n, q) * n)), 1, None)
+    rank = xp.clip(rank, 1, None)
     # past the end only where n is 0
     cell = xp.clip(first_at_least(cumulative, rank), 0, cumulative.shape[-1] - 1)
     holds = take(cells.counts, cell)
@@ -163,7 +188,7 @@ def _values(
         low = low + step
         width = xp.minimum(width - step, xp.ones_like(shift) << shift)
         rank, holds, bits = xp.where(wide, rank - before, rank), xp.where(wide, inside, holds), shift
-    if (xp is np or n.device.type == "cpu") and bool((~fits & (n > 0)).any()):
+    if xp is np and (~fits & (n > 0)).any():
         raise ValueError("stats must be those of these tokens (with group, of the tokens of all ranks), got others")
     return xp.where(fits, digits.value_of(low), float("nan"))
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -36,6 +37,7 @@ Array = Any  # a NumPy array or a torch tensor
 
 PARTS = {"version", "kind", "names", "layout", "clip"}  # that a saved state names beside its buffer; groups may follow
 
+_NEGATIVE_INFINITY = int(np.float64(-np.inf).view(np.int64))  # its bits
 _MAX_COUNT = 2**53  # what float64 holds exactly
 _MAX_FLOAT32 = 3.4028234663852886e38
 
@@ -52,7 +54,9 @@ def scale_exponent(max_x: Array) -> Array:
     The same bits on every backend: one IEEE multiplication and a floor.
     """
     xp = namespace(max_x)
-    return xp.floor(xp.where(xp.isfinite(max_x), max_x, 0.0) * LOG2E)
+    # each of them is slow in the other: 12 us against 3 in NumPy, 5 kernels against 1 in torch
+    finite = np.where(np.isfinite(max_x), max_x, 0.0) if xp is np else max_x.nan_to_num(0.0, 0.0, 0.0)
+    return xp.floor(finite * LOG2E)
 
 
 def power_of_two(exponent: Array) -> Array:
@@ -109,7 +113,7 @@ def rescale_(table: Table, sums: Array, up: Array) -> None:
         factor = power_of_two(namespace(up).clip(up, None, 0.0))
         for name, power in table.scaled:
             row = sums[:, table.sums.index(name)]
-            row *= factor**power
+            row *= factor if power == 1 else factor**power
 
 
 def words_of(slices: int, layout: Layout, table: Table = CORE) -> int:
@@ -118,10 +122,23 @@ def words_of(slices: int, layout: Layout, table: Table = CORE) -> int:
     return slices * (len(table.counts) + bins + len(table.sums) + len(table.maxima))
 
 
-def _words_of_all(names: Sequence[str], layout: Layout, groups: tuple[Group, ...]) -> int:
-    slices = len(names)
-    of_groups = sum(words_of(slices, group.layout, TABLES[group.table]) for group in groups)
-    return words_of(slices, layout) + of_groups
+@lru_cache(maxsize=64)
+def _places(
+    slices: int, layout: Layout, groups: tuple[Group, ...], first: str = "core"
+) -> tuple[int, tuple[slice, ...]]:
+    """Size of a state's buffer in words, and where in it the maxima of the ``first`` table and of every group lie."""
+    words, maxima = 0, []
+    for its_layout, name in ((layout, first), *((group.layout, group.table) for group in groups)):
+        table = TABLES[name]
+        words += words_of(slices, its_layout, table)
+        maxima.append(slice(words - slices * len(table.maxima), words))
+    return words, tuple(maxima)
+
+
+def _forget_maxima(buffer: Array, maxima: tuple[slice, ...]) -> None:
+    fill = "fill" if namespace(buffer) is np else "fill_"
+    for place in maxima:
+        getattr(buffer[place], fill)(_NEGATIVE_INFINITY)
 
 
 @dataclass(frozen=True)
@@ -163,18 +180,18 @@ class State:
         groups: tuple[Group, ...] = (),
     ) -> State:
         """A state of no tokens: on a torch device, or in NumPy memory where ``device`` is None."""
-        words = _words_of_all(names, layout, groups)
+        words, maxima = _places(len(names), layout, groups)
         if device is None:
             buffer: Array = np.zeros(words, np.int64)
         else:
             import torch
 
-            with torch.inference_mode(False):  # an accumulator is updated inside and outside of it
-                buffer = torch.zeros(words, dtype=torch.int64, device=device)
-        state = cls(tuple(names), layout, clip, buffer, groups)
-        for part in state.sections():
-            part.maxima[...] = -float("inf")
-        return state
+            if torch.is_inference_mode_enabled():  # an accumulator is updated inside and outside of it
+                with torch.inference_mode(False):
+                    return cls.empty(names, layout, clip, device, groups)
+            buffer = torch.zeros(words, dtype=torch.int64, device=device)
+        _forget_maxima(buffer, maxima)
+        return cls(tuple(names), layout, clip, buffer, groups)
 
     def core(self) -> Self:
         """The state without its groups, in the same memory."""
@@ -229,7 +246,7 @@ class State:
         """
         names, layout, clip, groups = _make_from(parts, kind)
         state = cls(names, layout, clip, buffer, groups)
-        words = _words_of_all(names, layout, groups)
+        words, _ = _places(len(names), layout, groups)
         dtype, shape = getattr(buffer, "dtype", type(buffer).__name__), tuple(getattr(buffer, "shape", ()))
         if shape != (words,) or dtype != namespace(buffer).int64:
             raise ValueError(f"buffer must hold {words} int64 words, got {dtype} of shape {shape}")
@@ -341,8 +358,7 @@ class State:
     def clear_(self) -> None:
         """Forget every token, in place."""
         self.buffer[...] = 0
-        for part in self.sections():
-            part.maxima[...] = -float("inf")
+        _forget_maxima(self.buffer, _places(len(self.names), self.layout, self.groups, self.table)[1])
 
     def check_mergeable(self, other: State) -> None:
         """Raise ValueError, naming what differs, unless ``other`` holds the same slices, layout and clip."""

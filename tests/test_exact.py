@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyrlstats import Layout, exact_quantiles, reference, slice_stats, values
-from pyrlstats.backends import cpp, digits
+from pyrlstats.backends import cpp, digits, flat
 from pyrlstats.slices import Slices
 from pyrlstats.windows import DecayedStats
 
@@ -66,6 +66,8 @@ def test_equal_to_a_sort_to_the_bit(
     backend: str, kind: str, n: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYRLSTATS_BACKEND", backend)
+    if backend == "torch":  # the way of a GPU, which asks for no value
+        monkeypatch.setattr(flat, "in_host_memory", lambda _: False)
     x = data(kind, n, rng)
     masks = {"all": np.ones(n, bool), "some": rng.random(n) < 0.3, "none": np.zeros(n, bool)}
     give = torch.from_numpy if backend == "torch" else np.asarray
@@ -141,6 +143,13 @@ def test_slice_ids_of_every_dtype_and_a_family() -> None:
     assert exact_quantiles(x, 0 * x, family, 1.0) == {"a": 7.0, "b": 5.0}
 
 
+def test_more_slices_than_bits_in_a_word(rng: np.random.Generator) -> None:
+    x = data("t3", 5000, rng)
+    masks = {f"m{index}": rng.random(x.size) < 0.02 * index for index in range(70)}
+    for name, found in exact_quantiles(x, 0 * x, masks, [0.5, 0.99]).items():
+        assert same_bits(found, sorted_quantiles(x[masks[name]], [0.5, 0.99]))
+
+
 def test_shapes_of_the_result_are_those_of_q() -> None:
     x = np.arange(1, 11, dtype=np.float32)
     single = exact_quantiles(x, 0 * x, None, 0.5)["all"]
@@ -184,6 +193,13 @@ def test_given_statistics_save_a_pass_and_must_be_of_these_tokens(monkeypatch: p
     assert float(exact_quantiles(x, 0 * x, None, 0.75, stats=stats.to("cpu"))["all"]) == 0.5
 
 
+def test_given_statistics_may_hold_groups(rng: np.random.Generator) -> None:
+    x = data("t3", 1000, rng).reshape(10, 100)
+    stats = slice_stats(x, 0 * x, sequences=True, entropy=True, advantages=x)
+    for given_stats in (stats, stats.to("cpu")):
+        assert same_bits(exact_quantiles(x, 0 * x, None, Q, stats=given_stats)["all"], sorted_quantiles(x, Q))
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -201,6 +217,7 @@ def test_given_statistics_save_a_pass_and_must_be_of_these_tokens(monkeypatch: p
             TypeError,
             "stats must be ValueStats",
         ),
+        (lambda x: exact_quantiles(x, x, None, 0.5, num_threads=0), ValueError, "num_threads must be a positive"),
         (lambda x: exact_quantiles(x, x, None, 0.5, group=object()), RuntimeError, "needs a process group"),
         (
             lambda x: exact_quantiles(x, x, None, 0.5, stats=DecayedStats(0.9).push(slice_stats(x, x))),

@@ -32,7 +32,7 @@ class PairAccumulator:
         clip: tuple[float, float] = (0.2, 0.2),
         device: Any = None,
     ) -> None:
-        self.pairs, self.slices = tuple(pairs), tuple(slices)
+        self.pairs, self.slices, self.clip = tuple(pairs), tuple(slices), clip
         names = [f"{pair}__{name}" for pair in self.pairs for name in self.slices]
         self._accumulator = SliceAccumulator(names, clip=clip, device=device)
 
@@ -41,6 +41,12 @@ class PairAccumulator:
         ids = where.ids.to(torch.int16)
         offset = len(self.slices) * self.pairs.index(pair)
         self._accumulator.update(logp, old_logp, slice_ids=torch.where(ids >= 0, ids + offset, ids))
+
+    def take(self) -> dict[str, SliceStats]:
+        """Everything since the last call, of this rank, by pair, in NumPy memory; starts anew. One copy to the host."""
+        host = SliceStats(self._accumulator.compute().state.to_host())
+        self._accumulator.reset()
+        return self._by_pair(host)
 
     def collect(self, group: Any = None) -> dict[str, SliceStats]:
         """Everything since the last call, of all ranks of ``group``, by pair, in NumPy memory; starts anew.
@@ -54,11 +60,15 @@ class PairAccumulator:
             host = SliceStats(self._accumulator.compute().state.to_host())
         finally:
             self._accumulator.reset()
-        return {pair: pool(host, self._groups(pair)) for pair in self.pairs}
+        return self._by_pair(host)
 
-    def _groups(self, pair: str) -> dict[str, list[str]]:
-        own = [f"{pair}__{name}" for name in self.slices]
-        return {"all": own, **{name: [full] for name, full in zip(self.slices, own, strict=True)}}
+    def _by_pair(self, stats: SliceStats) -> dict[str, SliceStats]:
+        found = {}
+        for pair in self.pairs:
+            own = [f"{pair}__{name}" for name in self.slices]
+            groups = {"all": own, **{name: [full] for name, full in zip(self.slices, own, strict=True)}}
+            found[pair] = pool(stats, groups)
+        return found
 
 
 def to_dict(pairs: dict[str, SliceStats], prefix: str = "") -> dict[str, float]:

@@ -22,14 +22,14 @@ from pyrlstats import SliceStats
 from pyrlstats.integrations.openrlhf import attach
 
 sys.path.insert(0, str(Path(__file__).parent))
-packages: Any = importlib.import_module("packages")
+real_packages: Any = importlib.import_module("real_packages")
 
 Experience = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
 def loss_module() -> Any:
-    return packages.openrlhf().module("openrlhf.models.loss")
+    return real_packages.openrlhf().module("openrlhf.models.loss")
 
 
 def experiences(seed: int = 0) -> list[Experience]:

@@ -16,10 +16,11 @@ import pytest
 import torch
 
 import pyrlstats
-from pyrlstats.integrations.verl import attach, rollout_corr_metrics, rollout_corr_stats
+from pyrlstats.integrations.sums import from_sums
+from pyrlstats.integrations.verl import attach, rollout_corr_metrics, rollout_corr_stats, with_sums
 
 sys.path.insert(0, str(Path(__file__).parent))
-packages: Any = importlib.import_module("packages")
+real_packages: Any = importlib.import_module("real_packages")
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 OPTIONS = {
@@ -52,7 +53,7 @@ def responses(sigma: float = 0.1, rows: int = 16, length: int = 40, seed: int = 
 
 @pytest.fixture(scope="module")
 def verl() -> Any:
-    return packages.verl()
+    return real_packages.verl()
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +117,7 @@ def test_definitions_in_float64() -> None:
 
 def test_k3_and_std_of_small_differences(theirs: Callable[..., dict[str, float]]) -> None:
     rng = torch.Generator().manual_seed(1)
-    rollout = torch.full((64, 2000), -1.0)
+    rollout = torch.full((16, 500), -1.0)
     old = rollout + torch.randn(rollout.shape, generator=rng) * 1e-4
     mask = torch.ones(rollout.shape)
     x = (old - rollout).double()
@@ -293,3 +294,36 @@ def test_the_hook_adds_to_what_verls_trainers_log(verl: Any, caplog: pytest.LogC
 def test_nothing_of_theirs_stays_imported(verl: Any) -> None:
     verl.module("verl.trainer.ppo.rollout_corr_helper")
     assert not [name for name in sys.modules if name.partition(".")[0] in ("verl", "ray", "tensordict")]
+
+
+def test_raw_sums_through_verls_averages(verl: Any) -> None:
+    """What bypass mode can log: verl's own Metric and reduce_metrics average over ranks and micro-batches."""
+    utils = verl.module("verl.utils.metric.utils")
+
+    def vanilla(old_log_prob: Any, log_prob: Any, advantages: Any, response_mask: Any, **others: Any) -> Any:
+        return log_prob.sum(), {"actor/ppo_kl": 0.5}
+
+    watched = with_sums(vanilla)
+    metrics, parts = [], []
+    for seed, rows in enumerate((1, 16, 3, 40)):  # two ranks of two micro-batches
+        log_prob, old, mask = responses(0.4 / rows, rows, seed=seed)
+        parts.append((log_prob, old, mask))
+        loss, found = watched(
+            old_log_prob=old, log_prob=log_prob, advantages=old, response_mask=mask.bool(), loss_agg_mode="token-mean"
+        )
+        assert float(loss) == float(log_prob.sum())
+        metrics.append(utils.Metric.from_dict(found, aggregation="mean"))
+    ranks = []
+    for first, second in (metrics[:2], metrics[2:]):
+        for key, metric in second.items():
+            first[key].append(metric)
+        ranks.append(first)
+    averaged = {key: utils.Metric.aggregate_dp([rank[key] for rank in ranks]) for key in ranks[0]}
+    logged = utils.reduce_metrics({key: [value] for key, value in averaged.items()})
+    assert logged["actor/ppo_kl"] == 0.5
+    got = from_sums(logged, "actor/log_ratio/", parts=4.0)
+    columns = [torch.cat([part[column].flatten() for part in parts]) for column in range(3)]
+    wanted = pyrlstats.slice_stats(*columns).to_dict("actor/log_ratio/learner_old/")
+    for statistic in ("n_tokens", "kl_k3", "ess_fraction", "log_ratio_std", "clip_fraction"):
+        key = f"actor/log_ratio/learner_old/all/{statistic}"
+        assert got[key] == pytest.approx(wanted[key], rel=1e-6), statistic

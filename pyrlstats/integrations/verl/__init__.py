@@ -6,6 +6,7 @@ Nothing here imports verl but :func:`attach`. Tensors are verl's: ``[B, T]``, ri
 
 from pyrlstats.integrations.verl.correction import rollout_corr_metrics
 from pyrlstats.integrations.verl.hook import attach
+from pyrlstats.integrations.verl.loss import with_sums
 from pyrlstats.integrations.verl.slices import rollout_corr_stats
 
-__all__ = ["attach", "rollout_corr_metrics", "rollout_corr_stats"]
+__all__ = ["attach", "rollout_corr_metrics", "rollout_corr_stats", "with_sums"]

@@ -77,8 +77,9 @@ class Package:
 
 
 def verl() -> Package:
-    folders = ("utils", "utils.debug", "trainer", "trainer.ppo", "trainer.config", "workers", "workers.config")
-    return Package("verl", ["verl", *(f"verl.{folder}" for folder in folders)], VERL_STUBS)
+    folders = ["utils", "utils.debug", "utils.metric", "trainer", "trainer.ppo", "trainer.config", "workers"]
+    packages = [f"verl.{folder}" for folder in (*folders, "workers.config")]
+    return Package("verl", ["verl", *packages], VERL_STUBS)
 
 
 def openrlhf() -> Package:
