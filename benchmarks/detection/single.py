@@ -1,8 +1,8 @@
 """One signal, every detector calibrated to the same share of false alarms: delays, and the ROC.
 
 The signal is the logarithm of a tail quantile under AR(1) noise. A score detector says how far a run has come; its
-threshold is the quantile of the largest score of stationary runs. river's detectors decide by a parameter instead, which
-is swept. All get the deviation from the same frozen baseline, in its standard deviations.
+threshold is the quantile of the largest score of stationary runs. river's detectors decide by a parameter instead,
+which is swept. All get the deviation from the same frozen baseline, in its standard deviations.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Growth of a few tokens of one slice, hidden in flat global means: token data through the real engine.
 
-Many runs are counted in one call, each with three slices of its own. Tokens are Student t(5) of scale 0.01, times a level of
-the slice that wanders from step to step (AR(1), rho 0.5, 10 %). From the onset on a share of all tokens, all of them
-in post_tool, grows by 2 % a step, up to twentyfold.
+Many runs are counted in one call, each with three slices of its own. Tokens are Student t(5) of scale 0.01, times a
+level of the slice that wanders from step to step (AR(1), rho 0.5, 10 %). From the onset on a share of all tokens, all
+of them in post_tool, grows by 2 % a step, up to twentyfold.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The checks of a known toolkit for post-training, written anew from a description of its rules and thresholds.
 
-It looks at the scalars of a trainer, every 10 steps at the last 200 records, and stops the run at any finding it calls of
-high severity. Of its checks those are here that can fire on a GRPO run's reward, KL, entropy and length.
+It looks at the scalars of a trainer, every 10 steps at the last 200 records, and stops the run at any finding it calls
+of high severity. Of its checks those are here that can fire on a GRPO run's reward, KL, entropy and length.
 """
 
 from __future__ import annotations

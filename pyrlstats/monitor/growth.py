@@ -105,8 +105,8 @@ def growth(scene: Scene) -> Iterator[Finding]:
     shape = (len(scene.names), len(SIGNALS))
     score, limits = scene.drift.score(), scene.limits
     grew = level(scene.values) - scene.drift.baseline.location
-    begun = ((score > limits.warning) & (grew > LEAST_GROWTH)).reshape(shape)
-    goes_on = (score > 0.5 * limits.warning).reshape(shape).any(1)
+    begun = np.asarray((score > limits.warning) & (grew > LEAST_GROWTH)).reshape(shape)
+    goes_on = np.asarray(score > 0.5 * limits.warning).reshape(shape).any(1)
     for row, name in enumerate(scene.names):
         if begun[row].any():
             scores = np.where(begun[row], score.reshape(shape)[row], -np.inf)
