@@ -9,16 +9,18 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet
 # in CI the kernels are compiled with the oldest supported Triton too
 TRITON_36 := $(if $(CI),$(VENV)/triton36)
-SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc kernels pyrlstats -type f -not -path '*/__pycache__/*')
+# and the adapters are tested with the functions of trainers that install on a cluster only
+TRAINERS := $(if $(CI),$(VENV)/trainers)
+SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc kernels pyrlstats benchmarks -type f -not -path '*/__pycache__/*')
 
 .PHONY: demo test lint bench clean
 
 demo: $(VENV)/.package
 	$(BIN)/pyrlstats demo
 
-test: $(VENV)/.package $(TRITON_36)
+test: $(VENV)/.package $(TRITON_36) $(TRAINERS)
 	$(PIP) --group test
-	PYRLSTATS_TRITON_36=$(abspath $(TRITON_36)) $(BIN)/pytest
+	PYRLSTATS_TRITON_36=$(abspath $(TRITON_36)) PYRLSTATS_TRAINERS=$(abspath $(TRAINERS)) $(BIN)/pytest
 
 lint: $(VENV)/.package
 	$(PIP) --group test --group lint
@@ -41,6 +43,9 @@ $(VENV)/.package: $(SOURCES)
 
 $(VENV)/triton36: | $(VENV)/.package
 	$(PIP) --no-deps --target $@ triton==3.6.0
+
+$(VENV)/trainers: | $(VENV)/.package
+	$(PIP) --no-deps --target $@ verl==0.9.1 openrlhf==0.11.2
 
 clean:
 	rm -rf $(VENV) build dist

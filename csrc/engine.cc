@@ -182,4 +182,23 @@ void accumulate(const Isa& isa, const Plan& plan, int64_t count, int threads, in
   }
 }
 
+void count_digits(const Isa& isa, const Plan& plan, const Digits& digits, int64_t count,
+                  int threads, int64_t* counts) {
+  const int64_t tokens = 64 * 1024, chunks = (count + tokens - 1) / tokens;
+  threads =
+      (int)std::min<int64_t>({threads, chunks, std::max<int64_t>(count / kTokensPerThread, 1)});
+  const int64_t words = digits.count * kDigits;
+  std::vector<int64_t> memory(threads > 1 ? threads * words : 0);
+  std::atomic<int64_t> next{0};
+  run_on_threads(threads, [&](int thread) {
+    const FloatMode ieee;
+    int64_t* const mine = threads > 1 ? &memory[thread * words] : counts;
+    for (int64_t chunk; (chunk = next.fetch_add(1)) < chunks;) {
+      const int64_t begin = chunk * tokens;
+      isa.kernels->count_digits(plan, digits, begin, std::min(tokens, count - begin), mine);
+    }
+  });
+  for (size_t i = 0; i < memory.size(); ++i) counts[i % words] += memory[i];
+}
+
 }  // namespace pyrlstats

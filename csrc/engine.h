@@ -9,4 +9,8 @@ namespace pyrlstats {
 // maxima).
 void accumulate(const Isa& isa, const Plan& plan, int64_t count, int threads, int64_t* state);
 
+// Adds tokens [0, count) to counts[digits.count][kDigits].
+void count_digits(const Isa& isa, const Plan& plan, const Digits& digits, int64_t count,
+                  int threads, int64_t* counts);
+
 }  // namespace pyrlstats

@@ -63,6 +63,22 @@ struct Moments {
   double far_scale;
 };
 
+constexpr int kDigits = 1 << 11;  // counts of one interval
+
+// Tokens of one slice whose key (digits.h) lies in [low, low + width), by (key - low) >> shift,
+// which is below kDigits.
+struct Interval {
+  int64_t slice;
+  int32_t low, width;  // a width of 0 is skipped
+  int shift;
+};
+
+struct Digits {
+  const Interval* intervals;
+  int64_t count;
+  bool absolute;  // keys of |x|
+};
+
 // One instruction set's functions. A workspace is memory of `workspace_bytes`, aligned to a page,
 // all zero before its first use and again after `finish`.
 struct Kernels {
@@ -74,6 +90,8 @@ struct Kernels {
   // n_zero_stride]; clears them.
   void (*finish)(const Plan&, void* workspace, int64_t* histogram, int64_t* n_zero,
                  int64_t n_zero_stride);
+  // Adds tokens [begin, begin + count) to counts[digits.count][kDigits]. Needs no workspace.
+  void (*count_digits)(const Plan&, const Digits&, int64_t begin, int64_t count, int64_t* counts);
 };
 
 }  // namespace pyrlstats

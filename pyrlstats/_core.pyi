@@ -11,12 +11,28 @@ _Operand: TypeAlias = tuple[int, int, tuple[int, ...] | None]
 
 STATE_VERSION: Final[int]
 DTYPES: Final[dict[str, int]]
+DIGITS: Final[int]
 
 def accumulate(
     state: int,
     slices: int,
     layout: tuple[int, int, int],
     clip: tuple[float, float],
+    shape: tuple[int, ...],
+    byte_strides: bool,
+    logp: _Operand,
+    old_logp: _Operand,
+    masks: tuple[_Operand, ...] | None,
+    slice_ids: _Operand | None,
+    base_mask: _Operand | None,
+    num_threads: int,
+    isa: str = "",
+) -> None: ...
+def count_digits(
+    counts: int,
+    intervals: list[tuple[int, ...]],
+    absolute: bool,
+    slices: int,
     shape: tuple[int, ...],
     byte_strides: bool,
     logp: _Operand,

@@ -86,7 +86,16 @@ def _forced(name: str, kind: str | None) -> ModuleType:
 def accumulate(batch: Batch, state: State, num_threads: int | None = None) -> None:
     """Add a batch to a state on the same device, in place; ``num_threads`` is for CPU backends with threads."""
     name, backend = choose(device_of(batch.logp))
-    if name == "cpp":
-        backend.accumulate(batch, state, num_threads)
-    else:
-        backend.accumulate(batch, state)
+
+    def engine(batch: Batch, core: State) -> None:
+        if name == "cpp":
+            backend.accumulate(batch, core, num_threads)
+        else:
+            backend.accumulate(batch, core)
+
+    if not state.groups:
+        engine(batch, state)
+        return
+    from pyrlstats.groups.accumulate import accumulate
+
+    accumulate(batch, state, engine)

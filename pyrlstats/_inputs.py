@@ -66,14 +66,17 @@ def _is_array(value: Any) -> bool:
 
 def _as_array(name: str, value: Any) -> Array:
     """A NumPy array or a detached torch tensor over the same memory."""
+    kind = type(value)
+    if kind is np.ndarray:
+        return value
+    torch = sys.modules.get("torch")
+    if torch is not None and (kind is torch.Tensor or isinstance(value, torch.Tensor)):
+        tensor = value.detach() if value.requires_grad else value
+        return tensor.resolve_neg()  # a lazily negated view has other bits in memory
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError(f"{name} must not be a masked array: give its data, and its mask inverted as a mask")
     if isinstance(value, np.ndarray):
-        return value if type(value) is np.ndarray else value.view(np.ndarray)
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):
-        tensor = value.detach() if value.requires_grad else value
-        return tensor.resolve_neg()  # a lazily negated view has other bits in memory
+        return value.view(np.ndarray)
     if hasattr(value, "__dlpack__"):
         if torch is not None:
             return torch.from_dlpack(value)
@@ -84,7 +87,7 @@ def _as_array(name: str, value: Any) -> Array:
                 f"{name}: NumPy cannot read this DLPack object ({error}); import torch to read it"
             ) from error
     raise TypeError(
-        f"{name} must be a torch tensor, a NumPy array or a DLPack object, got {type(value).__name__}: "
+        f"{name} must be a torch tensor, a NumPy array or a DLPack object, got {kind.__name__}: "
         "convert it with torch.as_tensor or numpy.asarray"
     )
 
@@ -163,42 +166,59 @@ def gate(
         TypeError: something that is no array, or of a dtype that is not accepted.
         ValueError: shapes, devices or names that do not fit. Nothing has been read or changed then.
     """
-    arrays = {"logp": _as_array("logp", logp), "old_logp": _as_array("old_logp", old_logp)}
-    for name, array in arrays.items():
-        _check_dtype(name, array, _FLOATS)
-    shape = tuple(arrays["logp"].shape)
-    if tuple(arrays["old_logp"].shape) != shape:
-        raise ValueError(f"old_logp must have logp's shape {shape}, got {tuple(arrays['old_logp'].shape)}")
+    labels = ["logp", "old_logp"]
+    arrays = [_as_array("logp", logp), _as_array("old_logp", old_logp)]
+    for label, array in zip(labels, arrays, strict=True):
+        _check_dtype(label, array, _FLOATS)
+    shape = arrays[0].shape
+    if arrays[1].shape != shape:
+        raise ValueError(f"old_logp must have logp's shape {tuple(shape)}, got {tuple(arrays[1].shape)}")
 
-    mask_keys: list[str] | None = None
     if masks is not None:
-        per_slice = masks_by_name(masks, names)
-        mask_keys = [f"mask of slice {name!r}" for name in names]
-        for key, value in zip(mask_keys, per_slice, strict=True):
-            arrays[key] = _as_array(key, value)
-            _check_dtype(key, arrays[key], _MASKS)
+        for label, value in zip(_mask_labels(names), masks_by_name(masks, names), strict=True):
+            labels.append(label)
+            arrays.append(_as_array(label, value))
+            _check_dtype(label, arrays[-1], _MASKS)
     elif slice_ids is None and len(names) != 1:
         raise ValueError(f"masks are needed for the slices {list(names)}: give a mapping name -> mask")
-    if slice_ids is not None:
-        arrays["slice_ids"] = _as_array("slice_ids", slice_ids)
-        _check_dtype("slice_ids", arrays["slice_ids"], _INTEGERS)
-    if base_mask is not None:
-        arrays["mask"] = _as_array("mask", base_mask)
-        _check_dtype("mask", arrays["mask"], _MASKS)
+    for label, value, accepted in (("slice_ids", slice_ids, _INTEGERS), ("mask", base_mask, _MASKS)):
+        if value is not None:
+            labels.append(label)
+            arrays.append(_as_array(label, value))
+            _check_dtype(label, arrays[-1], accepted)
 
-    arrays = _on_common_ground(arrays)
-    return Batch(
-        logp=arrays["logp"],
-        old_logp=arrays["old_logp"],
-        masks=None if mask_keys is None else tuple(_broadcast(key, arrays[key], shape) for key in mask_keys),
-        slice_ids=None if slice_ids is None else _broadcast("slice_ids", arrays["slice_ids"], shape),
-        base_mask=None if base_mask is None else _broadcast("mask", arrays["mask"], shape),
+    if not _are_alike(arrays):
+        arrays = list(_on_common_ground(dict(zip(labels, arrays, strict=True))).values())
+    logp, old_logp, *members = [
+        array if array.shape == shape else _broadcast(label, array, tuple(shape))
+        for label, array in zip(labels, arrays, strict=True)
+    ]
+    base = members.pop() if base_mask is not None else None
+    ids = members.pop() if slice_ids is not None else None
+    return Batch(logp, old_logp, None if masks is None else tuple(members), ids, base)
+
+
+@functools.lru_cache(maxsize=256)
+def _mask_labels(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"mask of slice {name!r}" for name in names)
+
+
+def _are_alike(arrays: list[Array]) -> bool:
+    """Whether all are plain NumPy arrays, or all are dense tensors of one device that has float64."""
+    first = arrays[0]
+    if type(first) is np.ndarray:
+        return all(type(array) is np.ndarray for array in arrays)
+    device, strided = first.device, sys.modules["torch"].strided
+    return device.type != "mps" and all(
+        type(array) is not np.ndarray and array.device == device and array.layout == strided for array in arrays
     )
 
 
 def masks_by_name(masks: Masks, names: tuple[str, ...]) -> list[Any]:
     """The masks in the order of ``names``."""
     if isinstance(masks, Mapping):
+        if tuple(masks) == names:
+            return list(masks.values())
         missing = [name for name in names if name not in masks]
         unknown = [name for name in masks if name not in names]
         if missing or unknown:

@@ -24,7 +24,7 @@ class Sequences:
         through = namespace(flag).cumsum(flag, -1)
         if self.starts is None:
             return through
-        return through - _running_max((through - as_int8(flag)) * self.starts)
+        return through - running_max((through - as_int8(flag)) * self.starts)
 
     def last_of(self, values: Array) -> Array:
         """The value at the last token of the own sequence, in a shape that broadcasts."""
@@ -34,7 +34,7 @@ class Sequences:
         n = self.starts.shape[-1]
         ends = xp.concatenate((self.starts[..., 1:], xp.ones_like(self.starts[..., :1])), -1)
         # counted from the right, a sequence begins where it ends
-        from_right = xp.flip(_running_max(xp.flip(ends, (-1,)) * arange(n, ends)), (-1,))
+        from_right = xp.flip(running_max(xp.flip(ends, (-1,)) * arange(n, ends)), (-1,))
         return take(values, n - 1 - from_right)
 
 
@@ -53,7 +53,7 @@ class Trajectory(NamedTuple):
             begins = self.model & ~(goes_on if starts is None else goes_on & ~starts)
         else:
             apart = namespace(self.tool).cumsum(self.tool if starts is None else self.tool | starts, -1) + 1
-            begins = self.model & (apart > _shifted(_running_max(apart * self.model)))
+            begins = self.model & (apart > _shifted(running_max(apart * self.model)))
         return self.sequences.count_through(begins) - 1
 
 
@@ -174,7 +174,7 @@ def to_device(host: Array, device: Any) -> Array:
     return torch.from_numpy(host).to(device, non_blocking=True)
 
 
-def _running_max(values: Array) -> Array:
+def running_max(values: Array) -> Array:
     if namespace(values) is np:
         return np.maximum.accumulate(values, axis=-1)
     return values.cummax(-1).values

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pyrlstats import _dispatch
 from pyrlstats._inputs import Masks, as_ids, device_of, gate, masks_by_name
+from pyrlstats.groups.inputs import with_groups
+from pyrlstats.groups.options import Options, groups_of
 from pyrlstats.layout import Layout, check_clip, check_layout, check_names
 from pyrlstats.slice_stats import SliceStats
-from pyrlstats.state import State, on_one_device
+from pyrlstats.state import Group, State, group_parts, on_one_device
 
 if TYPE_CHECKING:
     from pyrlstats.distributed import Handle, Reduction
@@ -30,9 +33,14 @@ class SliceAccumulator:
         clip: (low, high) of the ratio clip.
         device: where the inputs will be; None takes the first inputs' device. ``torch.compile`` and CUDA graphs
             need it given.
+        sequences: keep statistics over sequences too. ``update`` takes ``cu_seqlens``; without it the rows of logp are
+            sequences. A sequence must lie in one update of one rank.
+        advantages: keep what depends on advantages; ``update`` must be given them.
+        dual_clip, truncate, entropy, probabilities: as :func:`slice_stats`.
 
     Raises:
-        ValueError: names or clip that do not fit.
+        TypeError: a switch that is no bool.
+        ValueError: names, clip or other options that do not fit.
     """
 
     def __init__(
@@ -42,10 +50,18 @@ class SliceAccumulator:
         layout: Layout = _DEFAULT_LAYOUT,
         clip: tuple[float, float] = (0.2, 0.2),
         device: Any = None,
+        sequences: bool = False,
+        advantages: bool = False,
+        dual_clip: float = 3.0,
+        truncate: tuple[float, float] | None = None,
+        entropy: bool = False,
+        probabilities: bool = False,
     ) -> None:
         self.names = check_names(names)
         self.layout = check_layout(layout)
         self.clip = check_clip(clip)
+        options = Options(sequences, advantages, dual_clip, truncate, entropy, probabilities)
+        self._keep(groups_of(options, self.clip))
         self._state: State | None = None if device is None else self._empty_on(device)
         self._reduced = False  # the state holds other ranks' tokens
         self._borrowed = False  # the state came with a reduction: reset() forgets it with its device
@@ -65,14 +81,16 @@ class SliceAccumulator:
         *,
         slice_ids: Any = None,
         mask: Any = None,
+        advantages: Any = None,
+        cu_seqlens: Any = None,
     ) -> SliceAccumulator:
         """Count one batch; the arguments are those of :func:`slice_stats`. Does not sync.
 
         Works inside ``torch.compile(fullgraph=True)`` and under CUDA graph capture.
 
         Raises:
-            TypeError, ValueError: as :func:`slice_stats`, and for missing or unknown slice names or another
-                device than before. Nothing has been counted then.
+            TypeError, ValueError: as :func:`slice_stats`, and for missing or unknown slice names, advantages missing
+                or not asked for, or another device than before. Nothing has been counted then.
             RuntimeError: after ``all_reduce`` or ``reduce`` without ``reset``: those tokens would count twice.
         """
         self._check_local("update")
@@ -80,8 +98,10 @@ class SliceAccumulator:
         if slice_ids is not None and masks is not None:
             raise ValueError("masks and slice_ids exclude each other: give one of them")
         if _is_compiling():
-            return self._update_compiled(logp, old_logp, masks, slice_ids, mask)
+            return self._update_compiled(logp, old_logp, masks, slice_ids, mask, advantages, cu_seqlens)
         batch = gate(logp, old_logp, masks, slice_ids, mask, self.names)
+        if self.groups or not (advantages is cu_seqlens is None):
+            batch = with_groups(batch, self.groups, advantages, cu_seqlens)
         _dispatch.accumulate(batch, self._state_for(device_of(batch.logp)))
         return self
 
@@ -142,7 +162,7 @@ class SliceAccumulator:
         """A new accumulator that holds what both hold."""
         if not isinstance(other, (SliceAccumulator, SliceStats)):
             return NotImplemented
-        return SliceAccumulator(self.names, layout=self.layout, clip=self.clip).merge([self, other])
+        return self._twin().merge([self, other])
 
     def __radd__(self, other: object) -> SliceAccumulator:
         if isinstance(other, SliceStats):
@@ -191,18 +211,37 @@ class SliceAccumulator:
         handle = self._reduction.start(self, group, dst)
         return handle if async_op else handle.wait()
 
-    def _update_compiled(self, logp: Any, old_logp: Any, masks: Masks, slice_ids: Any, mask: Any) -> SliceAccumulator:
+    def _twin(self) -> SliceAccumulator:
+        """An empty accumulator of the same make."""
+        twin = SliceAccumulator(self.names, layout=self.layout, clip=self.clip)
+        twin._keep(self.groups)
+        return twin
+
+    def _keep(self, groups: tuple[Group, ...]) -> None:
+        self.groups = groups
+        self._groups_text = json.dumps([group_parts(group) for group in groups])  # torch.compile cannot trace json
+
+    def _update_compiled(
+        self,
+        logp: Any,
+        old_logp: Any,
+        masks: Masks,
+        slice_ids: Any,
+        mask: Any,
+        advantages: Any,
+        cu_seqlens: Any,
+    ) -> SliceAccumulator:
         from pyrlstats import _ops
 
         if self._state is None or self.device is None:
             raise RuntimeError("torch.compile needs to know where the state lies: SliceAccumulator(names, device=...)")
         if masks is not None:
             masks = masks_by_name(masks, self.names)
-        _ops.accumulate(logp, old_logp, masks, slice_ids, mask, self._state)
+        _ops.accumulate(logp, old_logp, masks, slice_ids, mask, advantages, cu_seqlens, self._state, self._groups_text)
         return self
 
     def _empty(self, device: Any) -> State:
-        return State.empty(self.names, self.layout, self.clip, device)
+        return State.empty(self.names, self.layout, self.clip, device, self.groups)
 
     def _empty_on(self, device: Any) -> State:
         """An empty state for inputs on ``device``."""
@@ -239,7 +278,7 @@ class SliceAccumulator:
     def __copy__(self) -> SliceAccumulator:
         """With a state of its own on the same device, without buffers."""
         self._check_idle()
-        twin = SliceAccumulator(self.names, layout=self.layout, clip=self.clip)
+        twin = self._twin()
         twin._state = None if self._state is None else self._state.copy()
         twin._reduced, twin._borrowed = self._reduced, self._borrowed
         return twin

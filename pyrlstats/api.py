@@ -7,9 +7,11 @@ from typing import Any
 
 from pyrlstats import _dispatch
 from pyrlstats._inputs import Masks, as_ids, device_of, gate, resolve_names
+from pyrlstats.groups.inputs import with_groups
+from pyrlstats.groups.options import Options, groups_of
 from pyrlstats.layout import Layout, check_clip, check_layout
 from pyrlstats.slice_stats import SliceStats
-from pyrlstats.state import State
+from pyrlstats.state import Group, State
 
 _DEFAULT_LAYOUT = Layout()
 
@@ -25,6 +27,13 @@ def slice_stats(
     clip: tuple[float, float] = (0.2, 0.2),
     layout: Layout = _DEFAULT_LAYOUT,
     num_threads: int | None = None,
+    advantages: Any = None,
+    dual_clip: float = 3.0,
+    sequences: bool = False,
+    cu_seqlens: Any = None,
+    truncate: tuple[float, float] | None = None,
+    entropy: bool = False,
+    probabilities: bool = False,
 ) -> SliceStats:
     """Distribution statistics of the per-token log-ratio, slice by slice, in one pass over the tokens.
 
@@ -47,6 +56,15 @@ def slice_stats(
         layout: bins of the histogram.
         num_threads: on the CPU, at most so many; None is ``torch.get_num_threads()`` for tensors, else the CPUs of
             this process. The same bits for any number.
+        advantages: floats that broadcast to logp's shape; of one dimension beside logp of two, one a row. Adds
+            what PPO clips by their sign, their own distribution and that of the updates w A (``stats.updates``).
+        dual_clip: c of the dual clip, above 1: ratios above it are clipped where the advantage is negative.
+        sequences: adds statistics over sequences (``stats.sequences``): the rows of logp, or those of ``cu_seqlens``.
+        cu_seqlens: int (sequences + 1,), where sequences begin and end in packed tokens of shape [N] or [1, N];
+            implies ``sequences``. Tokens beyond the last boundary belong to no sequence.
+        truncate: (lo, hi), bounds of the ratio: adds means and effective sample sizes of clamped and masked weights.
+        entropy: adds ``perplexity_ess_fraction``.
+        probabilities: adds statistics of abs(exp(logp) - exp(old_logp)), and the correlation of the two.
 
     Returns:
         A mapping slice name -> statistics, on the inputs' device (NumPy in, NumPy out). Does not sync. NaN and
@@ -55,15 +73,23 @@ def slice_stats(
 
     Raises:
         TypeError: not an array, or a dtype that is not accepted.
-        ValueError: shapes, devices, names or clip that do not fit.
+        ValueError: shapes, devices, names, clip or other options that do not fit.
     """
     checked_clip = check_clip(clip)
+    groups: tuple[Group, ...] = ()
+    if sequences or entropy or probabilities or not (advantages is cu_seqlens is truncate is None):
+        has_sequences = True if cu_seqlens is not None else sequences
+        groups = groups_of(
+            Options(has_sequences, advantages is not None, dual_clip, truncate, entropy, probabilities), checked_clip
+        )
     check_layout(layout)
     if num_threads is not None and (not isinstance(num_threads, int) or num_threads < 1):
         raise ValueError(f"num_threads must be a positive integer or None, got {num_threads!r}")
     masks, slice_ids, names = as_ids(masks, slice_ids, names)
     checked_names = resolve_names(masks, slice_ids, names)
     batch = gate(logp, old_logp, masks, slice_ids, mask, checked_names)
-    state = State.empty(checked_names, layout, checked_clip, device_of(batch.logp))
+    if groups:
+        batch = with_groups(batch, groups, advantages, cu_seqlens)
+    state = State.empty(checked_names, layout, checked_clip, device_of(batch.logp), groups)
     _dispatch.accumulate(batch, state, num_threads)
     return SliceStats(state)

@@ -109,8 +109,9 @@ def on_device_of(array: Array, values: Sequence[float] | Edges) -> Array:
 
 def take(values: Array, index: Array) -> Array:
     """values[s, index[s, q]]: (S, Q)."""
-    xp = namespace(values)
-    return xp.take_along_axis(values, index, 1) if xp is np else xp.gather(values, 1, index)
+    if namespace(values) is np:  # take_along_axis does the same in five times the time
+        return values[np.arange(len(values))[:, None], index]
+    return values.gather(1, index)
 
 
 def first_at_least(ascending: Array, wanted: Array) -> Array:
@@ -118,7 +119,7 @@ def first_at_least(ascending: Array, wanted: Array) -> Array:
     xp = namespace(ascending)
     if xp is not np:
         return xp.searchsorted(ascending, wanted)
-    return np.stack([np.searchsorted(row, values) for row, values in zip(ascending, wanted, strict=True)])
+    return np.array([row.searchsorted(values) for row, values in zip(ascending, wanted, strict=True)])
 
 
 def as_list(name: str, given: Numbers) -> tuple[list[float], bool]:

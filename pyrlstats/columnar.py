@@ -2,7 +2,8 @@
 
 Columns: ``step``, ``slice``, every scalar statistic and the default quantiles under their ``to_dict`` names, then
 what rebuilds the state to the bit: ``state.<accumulator>`` and the sparse histogram (``state.bins``,
-``state.bin_counts``). Names, layout, clip and version are in the schema's metadata.
+``state.bin_counts``), and the same of every group as ``state.<group>.<accumulator>``. Names, layout, clip, groups and
+version are in the schema's metadata.
 """
 
 from __future__ import annotations
@@ -16,9 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from pyrlstats.layout import COUNTS, MAXIMA, SUMS, Layout
 from pyrlstats.slice_stats import SliceStats
-from pyrlstats.state import State, words_of
+from pyrlstats.state import State
 
 _METADATA = b"pyrlstats"
 
@@ -32,13 +32,21 @@ def _pyarrow() -> Any:
     return pyarrow
 
 
-def _state_types() -> dict[str, Any]:
-    """Columns that rebuild a state, and their types."""
+def _prefixes(state: State) -> list[str]:
+    """Of the columns of the core and of every group."""
+    return ["state.", *(f"state.{group.name}." for group in state.groups)]
+
+
+def _state_types(state: State) -> dict[str, Any]:
+    """Columns that rebuild a state like this one, and their types."""
     pa = _pyarrow()
     types = {"step": pa.int64(), "slice": pa.string()}
-    types |= {f"state.{name}": pa.int64() for name in COUNTS}
-    types |= {f"state.{name}": pa.float64() for name in (*SUMS, *MAXIMA)}
-    return types | {"state.bins": pa.list_(pa.int32()), "state.bin_counts": pa.list_(pa.int64())}
+    for prefix, section in zip(_prefixes(state), state.sections(), strict=True):
+        types |= {prefix + name: pa.int64() for name in section.rows.counts}
+        types |= {prefix + name: pa.float64() for name in (*section.rows.sums, *section.rows.maxima)}
+        if section.rows.binned:
+            types |= {prefix + "bins": pa.list_(pa.int32()), prefix + "bin_counts": pa.list_(pa.int64())}
+    return types
 
 
 def to_arrow(steps: Iterable[tuple[int, SliceStats]]) -> Any:
@@ -61,7 +69,7 @@ def to_arrow(steps: Iterable[tuple[int, SliceStats]]) -> Any:
             rows.setdefault(name, []).extend(values)
     if first is None:
         raise ValueError("steps must hold at least one (step, SliceStats) pair, got none")
-    types = _state_types()
+    types = _state_types(first)
     fields = [
         pa.field(name, types.get(name) or (pa.int64() if isinstance(values[0], int) else pa.float64()), nullable=False)
         for name, values in rows.items()
@@ -84,15 +92,18 @@ def _columns(step: int, stats: SliceStats) -> dict[str, list[Any]]:
     statistics = [key.split("/", 1)[1] for key in flat if key.startswith(f"{names[0]}/")]
     for statistic in statistics:
         columns[statistic] = [flat[f"{name}/{statistic}"] for name in names]
-    for name in COUNTS:
-        columns[f"state.{name}"] = state.count(name).tolist()
-    for name in SUMS:
-        columns[f"state.{name}"] = state.sum(name).tolist()
-    for name in MAXIMA:
-        columns[f"state.{name}"] = state.maximum(name).tolist()
-    filled = [np.flatnonzero(row) for row in state.histogram]
-    columns["state.bins"] = [bins.tolist() for bins in filled]
-    columns["state.bin_counts"] = [row[bins].tolist() for row, bins in zip(state.histogram, filled, strict=True)]
+    for prefix, section in zip(_prefixes(state), state.sections(), strict=True):
+        table = section.rows
+        for name, row in zip(table.counts, section.counts.T, strict=True):
+            columns[prefix + name] = row.tolist()
+        for name, row in zip((*table.sums, *table.maxima), (*section.sums.T, *section.maxima.T), strict=True):
+            columns[prefix + name] = row.tolist()
+        if table.binned:
+            filled = [np.flatnonzero(row) for row in section.histogram]
+            columns[prefix + "bins"] = [bins.tolist() for bins in filled]
+            columns[prefix + "bin_counts"] = [
+                row[bins].tolist() for row, bins in zip(section.histogram, filled, strict=True)
+            ]
     return columns
 
 
@@ -108,7 +119,8 @@ def from_arrow(table: Any) -> list[tuple[int, SliceStats]]:
     try:
         parts = json.loads(metadata)
         names = list(parts["names"])
-        state_columns = _state_types()
+        empty = State.empty_from(parts, SliceStats.kind)
+        state_columns = _state_types(empty)
         for name, wanted in state_columns.items():
             if table.schema.field(name).type != wanted:
                 raise ValueError(f"column {name} must be {wanted}, got {table.schema.field(name).type}")
@@ -119,8 +131,7 @@ def from_arrow(table: Any) -> list[tuple[int, SliceStats]]:
             rows = range(start, start + len(names))
             if slices[rows.start : rows.stop] != names or len(set(steps[rows.start : rows.stop])) != 1:
                 raise ValueError(f"the rows of step {steps[start]} must be the slices {names}, in this order")
-            words = words_of(len(names), Layout(*parts["layout"]))
-            state = State.from_parts(parts, SliceStats.kind, np.zeros(words, np.int64))
+            state = empty.copy()
             for index, row in enumerate(rows):
                 _fill(state, index, {name: values[row] for name, values in columns.items()})
             state.check_consistent()
@@ -131,13 +142,19 @@ def from_arrow(table: Any) -> list[tuple[int, SliceStats]]:
 
 
 def _fill(state: State, index: int, row: dict[str, Any]) -> None:
-    state.counts[index] = [row[f"state.{name}"] for name in COUNTS]
-    state.sums[index] = [row[f"state.{name}"] for name in SUMS]
-    state.maxima[index] = [row[f"state.{name}"] for name in MAXIMA]
-    bins = np.array(row["state.bins"], np.int64)
-    if bins.size and not (bins[0] >= 0 and (np.diff(bins) > 0).all() and bins[-1] < state.layout.n_bins):
-        raise ValueError(f"the bins of slice {state.names[index]!r} must ascend from 0 to {state.layout.n_bins - 1}")
-    state.histogram[index, bins] = row["state.bin_counts"]
+    for prefix, section in zip(_prefixes(state), state.sections(), strict=True):
+        table = section.rows
+        section.counts[index] = [row[prefix + name] for name in table.counts]
+        section.sums[index] = [row[prefix + name] for name in table.sums]
+        section.maxima[index] = [row[prefix + name] for name in table.maxima]
+        if not table.binned:
+            continue
+        bins = np.array(row[prefix + "bins"], np.int64)
+        if bins.size and not (bins[0] >= 0 and (np.diff(bins) > 0).all() and bins[-1] < section.layout.n_bins):
+            raise ValueError(
+                f"the bins of slice {state.names[index]!r} must ascend from 0 to {section.layout.n_bins - 1}"
+            )
+        section.histogram[index, bins] = row[prefix + "bin_counts"]
 
 
 def write_parquet(path: str | Path, steps: Iterable[tuple[int, SliceStats]]) -> None:

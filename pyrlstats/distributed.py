@@ -14,14 +14,14 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from pyrlstats.layout import MAXIMA, STATE_VERSION, Layout
-from pyrlstats.state import State, scale_exponent, scale_far_weights_
+from pyrlstats.layout import STATE_VERSION, Layout
+from pyrlstats.state import Group, State, rescale_, scale_exponent
 
 if TYPE_CHECKING:
     from pyrlstats.accumulator import SliceAccumulator
 
 
-Make = tuple[tuple[str, ...], Layout, tuple[float, float]]
+Make = tuple[tuple[str, ...], Layout, tuple[float, float], tuple[Group, ...]]
 
 # group -> make -> device type of the collectives. Of the process, not of an accumulator: what is new, copied or loaded
 # on one rank only must not shake hands while the others reduce. For the same reason nothing that may differ between
@@ -95,35 +95,60 @@ class _Buffers:
 
     def __init__(self, state: State, device: str) -> None:
         memory = torch.as_tensor(state.buffer)  # shared
-        tensors = replace(state, buffer=memory)
         self.state, self.device = state, device
-        self._state_sums, self._state_maxima = tensors.sums, tensors.maxima
-        slices, n_sums = tensors.sums.shape
-        n_integers = tensors.counts.numel() + tensors.histogram.numel()
-        self._state_integers = memory[:n_integers]
+        sections = list(replace(state, buffer=memory).sections())
         where = memory.device if memory.device.type == device else torch.device(device)
-        self.total = torch.empty(n_integers + slices * n_sums, dtype=torch.float64, device=where)
-        self._integers = self.total[:n_integers]
-        self._sums = self.total[n_integers:].view(slices, n_sums)
-        self._maxima = torch.empty(2, slices, len(MAXIMA), dtype=torch.float64, device=where)  # own and global
+        self.total = torch.empty(
+            sum(section.buffer.numel() - section.maxima.numel() for section in sections),
+            dtype=torch.float64,
+            device=where,
+        )
+        self._maxima = torch.empty(
+            2, sum(section.maxima.numel() for section in sections), dtype=torch.float64, device=where
+        )  # own and global
         self.maxima = self._maxima[1]
-        self._max_x = self._maxima[:, :, MAXIMA.index("max_x")]
+        self._sections = []
+        added, greatest = 0, 0
+        for section in sections:
+            packed = _Packed(section, self.total[added:], self._maxima[:, greatest:])
+            added += packed.integers.numel() + packed.sums.numel()
+            greatest += packed.maxima[0].numel()
+            self._sections.append(packed)
 
     def pack_maxima(self) -> None:
-        self._maxima.copy_(self._state_maxima)
+        for section in self._sections:
+            section.maxima.copy_(section.state_maxima)
 
     def pack_sums(self) -> None:
         """After the MAX: everything that adds up, on the global scale."""
-        own, common = scale_exponent(self._max_x)
-        self._integers.copy_(self._state_integers)
-        self._sums.copy_(self._state_sums)
-        scale_far_weights_(self._sums, own - common)
+        for section in self._sections:
+            section.integers.copy_(section.state_integers)
+            section.sums.copy_(section.state_sums)
+            if section.rows.scaled:
+                own, common = scale_exponent(section.max_x)
+                rescale_(section.rows, section.sums, own - common)
 
     def unpack(self) -> None:
         """After the SUM: make the state the global one."""
-        self._state_integers.copy_(self._integers)
-        self._state_sums.copy_(self._sums)
-        self._state_maxima.copy_(self.maxima)
+        for section in self._sections:
+            section.state_integers.copy_(section.integers)
+            section.state_sums.copy_(section.sums)
+            section.state_maxima.copy_(section.maxima[1])
+
+
+class _Packed:
+    """One section of the state, and its places at the beginning of the packed buffers."""
+
+    def __init__(self, section: State, total: torch.Tensor, maxima: torch.Tensor) -> None:
+        self.rows = section.rows
+        self.state_sums, self.state_maxima = section.sums, section.maxima
+        n_integers = section.counts.numel() + section.histogram.numel()
+        n_sums = self.state_sums.numel()
+        self.state_integers = section.buffer[:n_integers]
+        self.integers = total[:n_integers]
+        self.sums = total[n_integers : n_integers + n_sums].view(self.state_sums.shape)
+        self.maxima = maxima[:, : self.state_maxima.numel()].view(2, *self.state_maxima.shape)
+        self.max_x = self.maxima[:, :, self.rows.maxima.index("max_x")] if self.rows.scaled else None
 
 
 def _checked_group(group: Any, dst: int | None) -> Any:
@@ -145,7 +170,7 @@ def _checked_group(group: Any, dst: int | None) -> Any:
 def _agreed_device(accumulator: SliceAccumulator, group: Any) -> str:
     """The device type of the collectives, agreed on once for every group and make of accumulator."""
     agreed = _agreements.setdefault(group, {})
-    make = (accumulator.names, accumulator.layout, accumulator.clip)
+    make = (accumulator.names, accumulator.layout, accumulator.clip, accumulator.groups)
     if make in agreed:
         return agreed[make]
     device, for_good = _handshake(accumulator, group)
@@ -170,6 +195,7 @@ def _handshake(accumulator: SliceAccumulator, group: Any) -> tuple[str, bool]:
         "names": str(list(accumulator.names)),
         "layout": str(accumulator.layout),
         "clip": str(accumulator.clip),
+        "groups": str(accumulator.groups),
         "version": str(STATE_VERSION),
     }
     hashes = [_hash(make) for make in makes.values()]
@@ -207,5 +233,5 @@ def _mismatch(mine: dict[str, str], group: Any) -> str:
         parts += [f"{field} {make} on rank {', '.join(map(str, held))}" for make, held in holders.items()]
     return (
         f"the ranks' accumulators differ: {'; '.join(parts)}. Make them with the same names (in the same order), "
-        "layout, clip and pyrlstats version on every rank"
+        "layout, clip, groups and pyrlstats version on every rank"
     )

@@ -55,6 +55,68 @@ SUMS = (
 # MAX, float64, over the finite x of the slice; -inf where there is none.
 MAXIMA = ("max_x", "neg_min_x")
 
+
+@dataclass(frozen=True)
+class Table:
+    """The rows of one kind of state, per slice.
+
+    Attributes:
+        counts: SUM, int64.
+        sums: SUM, float64.
+        maxima: MAX, float64.
+        binned: whether there is a histogram.
+        scaled: (sum, p): it is kept as 2^-pk of itself, k = scale_exponent(max_x), max_x being one of the maxima.
+    """
+
+    counts: tuple[str, ...] = ()
+    sums: tuple[str, ...] = ()
+    maxima: tuple[str, ...] = ()
+    binned: bool = False
+    scaled: tuple[tuple[str, int], ...] = ()
+
+
+CORE = Table(COUNTS, SUMS, MAXIMA, binned=True, scaled=(("far_w", 1), ("far_w2", 2)))
+
+# What is kept beside the core for those who ask; all over the tokens with finite x, unless it says otherwise.
+ENTROPY = Table(  # w and w x with equal rounding: what is left of their ratio may be a small part of it
+    sums=("near_w", "near_wx", "far_w", "far_wx"),
+    maxima=("max_x",),
+    scaled=(("far_w", 1), ("far_wx", 1)),
+)
+
+PROBABILITIES = Table(  # p = exp(logp), q = exp(old_logp), d = abs(p - q)
+    sums=("p", "q", "p2", "q2", "pq", "d", "d2"),
+    maxima=("max_p", "neg_min_p", "max_q", "neg_min_q", "max_d"),
+)
+
+POLICY_CLIP = Table(  # of the tokens whose advantage A is finite too
+    counts=(
+        "n_advantage",
+        "n_not_finite",  # finite x, A NaN or infinite
+        "low",  # w < 1 - low and A < 0
+        "high",  # w > 1 + high and A > 0
+        "dual",  # w > dual_clip and A < 0
+    )
+)
+
+TRUNCATION = Table(  # bounds (lo, hi) of w
+    counts=("below", "above"),  # w < lo, w > hi
+    sums=("inside_w", "inside_w2"),
+    maxima=("max_x",),  # of those inside
+    scaled=(("inside_w", 1), ("inside_w2", 2)),
+)
+
+SEQUENCES = Table(counts=("n_empty",))  # sequences without a token of the slice
+
+TABLES = {
+    "core": CORE,
+    "entropy": ENTROPY,
+    "probabilities": PROBABILITIES,
+    "policy_clip": POLICY_CLIP,
+    "truncation": TRUNCATION,
+    "sequences": SEQUENCES,
+}
+
 NEAR_LIMIT = 0.5  # a bin edge; below it w - 1 is summed, so that nothing cancels
 LOG2E = math.log2(math.e)
 
@@ -85,6 +147,44 @@ def check_clip(clip: tuple[float, float]) -> tuple[float, float]:
     if not 0.0 < high < math.inf:
         raise ValueError(f"clip high must be positive and finite, got {high}: ratios above 1 + high are clipped")
     return low, high
+
+
+def check_thresholds(table: str, thresholds: Sequence[float]) -> tuple[float, ...]:
+    """What a table of this name counts by: (low, high) of the ratio clip, ..."""
+    if table == "core":
+        low, high = thresholds
+        return check_clip((low, high))
+    if table == "policy_clip":
+        low, high, dual = thresholds
+        return (*check_clip((low, high)), check_dual_clip(dual))
+    if table == "truncation":
+        lo, hi = thresholds
+        return check_truncate((lo, hi))
+    if tuple(thresholds):
+        raise ValueError(f"a table {table!r} has no thresholds, got {thresholds!r}")
+    return ()
+
+
+def check_dual_clip(dual_clip: float) -> float:
+    """c > 1, finite."""
+    try:
+        c = float(dual_clip)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"dual_clip must be a number above 1, got {dual_clip!r}") from error
+    if not 1.0 < c < math.inf:
+        raise ValueError(f"dual_clip must be above 1 and finite, got {c}: 3.0 is usual")
+    return c
+
+
+def check_truncate(truncate: tuple[float, float]) -> tuple[float, float]:
+    """(lo, hi) as floats, with 0 <= lo < hi; hi may be infinite."""
+    try:
+        lo, hi = (float(bound) for bound in truncate)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"truncate must be two numbers (lo, hi), bounds of the ratio, got {truncate!r}") from error
+    if not 0.0 <= lo < hi:
+        raise ValueError(f"truncate must satisfy 0 <= lo < hi, got ({lo}, {hi}): bounds of the ratio, such as (0.5, 2)")
+    return lo, hi
 
 
 def check_names(names: Sequence[str]) -> tuple[str, ...]:
@@ -118,7 +218,7 @@ def check_layout(layout: object) -> Layout:
     return layout
 
 
-def clip_thresholds(clip: tuple[float, float]) -> tuple[float, float]:
+def clip_thresholds(clip: Sequence[float]) -> tuple[float, float]:
     """The bounds on x of a ratio clip (low, high), rounded to float32 here and nowhere else.
 
     A token is clipped low where ``x < log1p(-low)`` and high where ``x > log1p(high)``.
@@ -128,6 +228,11 @@ def clip_thresholds(clip: tuple[float, float]) -> tuple[float, float]:
         float32_from_bits(float32_bits(math.log1p(-low))),
         float32_from_bits(float32_bits(math.log1p(high))),
     )
+
+
+def log_bounds(*ratios: float) -> tuple[float, ...]:
+    """The bounds on x of bounds on the ratio, rounded to float32 like :func:`clip_thresholds`; 0 gives -inf."""
+    return tuple(float32_from_bits(float32_bits(math.log(r) if r > 0 else -math.inf)) for r in ratios)
 
 
 @dataclass(frozen=True)

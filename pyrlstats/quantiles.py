@@ -53,22 +53,23 @@ def _rank(cells: Cells, q: list[float]) -> _Ranked:
     rank = on_device_of(n, q) * n
     exact = cells.counts.dtype == xp.int64  # weighted counts of DecayedStats have no ranks
     if exact:
-        rank = xp.maximum(xp.asarray(xp.ceil(rank), dtype=xp.int64), xp.ones_like(n))
-    # past the end only where n is 0
-    cell = xp.clip(first_at_least(cumulative, rank), 0, cells.counts.shape[-1] - 1)
+        # at most n, which is 0 for a slice without finite tokens
+        rank = xp.minimum(xp.asarray(xp.ceil(rank).clip(1.0, None), dtype=xp.int64), n)
+    cell = first_at_least(cumulative, rank)
     count = take(cells.counts, cell)
     before = take(cumulative, cell) - count
     edges = cells.edges_on_device
-    lo = xp.clip(edges[cell], cells.lowest, cells.highest)
-    hi = xp.clip(edges[cell + 1], cells.lowest, cells.highest)
+    lo = edges[cell].clip(cells.lowest, cells.highest)
+    hi = edges[cell + 1].clip(cells.lowest, cells.highest)
     # the extreme tokens are known exactly, the smallest abs(x) is not
     lo = xp.where(rank == n, cells.highest, lo)
     if cells.signed and exact:
-        hi = xp.where(rank == 1, cells.lowest, hi)
-        lo = xp.where(rank == 1, cells.lowest, lo)
+        first = rank == 1
+        hi = xp.where(first, cells.lowest, hi)
+        lo = xp.where(first, cells.lowest, lo)
     # in float64: torch would subtract a Python number from integers in float32
     above = xp.asarray(rank - before, dtype=xp.float64) - (0.5 if exact else 0.0)
-    inside = above / xp.where(count > 0, count, xp.ones_like(count))
+    inside = above / xp.where(count > 0, count, 1)
     return _Ranked(lo, hi, inside)
 
 

@@ -43,7 +43,7 @@ def k3(x: Float64) -> Float64:
         return np.where(np.abs(x) < 1.0, series, np.expm1(x) - x)
 
 
-def accumulate(x: Float32, layout: Layout, clip: tuple[float, float]) -> dict[str, Any]:
+def accumulate(x: Float32, layout: Layout, clip: tuple[float, ...]) -> dict[str, Any]:
     """The state of one slice from the x of its tokens.
 
     Args:

@@ -6,6 +6,7 @@ views, in the names that quantiles have in ``to_dict``, in the default quantiles
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
@@ -14,6 +15,7 @@ import numpy as np
 
 from pyrlstats import quantiles as _quantiles
 from pyrlstats.cells import Numbers, as_list, probabilities
+from pyrlstats.memo import Memo
 from pyrlstats.quantiles import Histogram
 from pyrlstats.state import Array, State, on_one_device
 
@@ -21,19 +23,43 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _KEPT = 64  # quantiles and shares kept by a result
+_QUIET = functools.partial(np.errstate, all="ignore")  # empty slices divide 0 by 0 on their way to NaN
 
 
 class Statistic:
-    """A property of a view: one row of a function of the whole state, evaluated once for all slices."""
+    """A property of a view: one row of a function of the whole state, evaluated once for all slices.
 
-    def __init__(self, function: Callable[[State], Array]) -> None:
+    Attributes:
+        function: of a state, (S,).
+        group: of the state, that it needs; None is the core.
+    """
+
+    def __init__(self, function: Callable[[State], Array], group: str | None = None) -> None:
         self.function = function
+        self.group = group
         self.__doc__ = function.__doc__
 
     def __get__(self, view: View | None, owner: type[View]) -> Any:
         if view is None:
             return self
+        if not self.is_in(view._stats.state):
+            raise AttributeError(f"not asked for: {OPTION_OF.get(self.group or '', OPTION_OF['sequences'])} adds it")
         return view._stats._evaluate(self.function)[view._index]
+
+    def is_in(self, state: State) -> bool:
+        """Whether the state has what it needs."""
+        return self.group is None or any(group.name == self.group for group in state.groups)
+
+
+OPTION_OF = {  # group -> the argument that adds it
+    "entropy": "entropy=True",
+    "probabilities": "probabilities=True",
+    "truncation": "truncate=(lo, hi)",
+    "policy_clip": "advantages",
+    "advantages": "advantages",
+    "updates": "advantages",
+    "sequences": "sequences=True or cu_seqlens",
+}
 
 
 class View:
@@ -89,9 +115,16 @@ class View:
         return f"{type(self).__name__}({name!r})\n{_table(self._stats._cells([name]))}"
 
 
-def scalars_of(view: type[View]) -> tuple[str, ...]:
-    """The names of the statistics of a view, as they are defined."""
-    return tuple(name for name, value in vars(view).items() if isinstance(value, Statistic))
+def scalars_of(view: type[View], state: State | None = None) -> tuple[str, ...]:
+    """The names of the statistics of a view, as they are defined: those of a state, or those that need no group."""
+    key: Any = view  # to a type checker, classes cannot be hashed
+    return _scalars_with(key, () if state is None else tuple(group.name for group in state.groups))
+
+
+@functools.lru_cache(maxsize=64)
+def _scalars_with(view: Any, groups: tuple[str, ...]) -> tuple[str, ...]:
+    statistics = {name: value for name, value in vars(view).items() if isinstance(value, Statistic)}
+    return tuple(name for name, value in statistics.items() if value.group is None or value.group in groups)
 
 
 OneView = TypeVar("OneView", bound=View)
@@ -114,12 +147,16 @@ class Statistics(Mapping[str, OneView], Generic[OneView]):
 
     def __init__(self, state: State) -> None:
         self.state = state
+        self._memo: Any = Memo(state)
         self._values: dict[Callable[[State], Array], Array] = {}
         self._values_at: dict[tuple[Callable[..., Any], float], Any] = {}
 
     if not TYPE_CHECKING:  # a type checker should go on refusing unknown names
 
         def __getattr__(self, name: str) -> Any:
+            attribute = getattr(type(self), name, None)
+            if isinstance(attribute, property):
+                return attribute.fget(self)  # Python came here for its AttributeError: raise it
             state = self.__dict__.get("state")
             hint = f": slices are items, [{name!r}]" if state is not None and name in state.names else ""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
@@ -211,21 +248,22 @@ class Statistics(Mapping[str, OneView], Generic[OneView]):
             ValueError: a quantile outside [0, 1].
         """
         host = type(self)(self.state.to_host())
-        view = self._view
-        columns = {name: host._evaluate(getattr(view, name).function).tolist() for name in scalars_of(view)}
+        view, names = self._view, scalars_of(self._view, host.state)
         levels_of_x = self._default_quantiles if quantiles is None else quantiles
         levels_of_abs = self._default_abs_quantiles if abs_quantiles is None else abs_quantiles
-        for stem, function, levels in (
-            (self._stem, _quantiles.quantile, levels_of_x),
-            (f"abs_{self._stem}", _quantiles.abs_quantile, levels_of_abs),
-        ):
-            values = host._quietly(function, list(levels))
-            for q, column in zip(levels, values.T.tolist(), strict=True):
-                columns[f"{stem}{percentile_name(q)}"] = column
+        with _QUIET():
+            columns = {name: getattr(view, name).function(host._memo).tolist() for name in names}
+            for stem, function, levels in (
+                (self._stem, _quantiles.quantile, levels_of_x),
+                (f"abs_{self._stem}", _quantiles.abs_quantile, levels_of_abs),
+            ):
+                values = function(host._memo, list(levels))
+                columns |= zip((f"{stem}{percentile_name(q)}" for q in levels), values.T.tolist(), strict=True)
         result: dict[str, float] = {f"{prefix}n_out_of_range": host.n_out_of_range.item()}
-        for index, name in enumerate(self.state.names):
-            for statistic, column in columns.items():
-                result[f"{prefix}{name}/{statistic}"] = column[index]
+        for name, row in zip(self.state.names, zip(*columns.values(), strict=True), strict=True):
+            head = f"{prefix}{name}/"
+            for statistic, value in zip(columns, row, strict=True):
+                result[head + statistic] = value
         return result
 
     def state_dict(self) -> dict[str, Any]:
@@ -291,9 +329,8 @@ class Statistics(Mapping[str, OneView], Generic[OneView]):
         return kept
 
     def _quietly(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        # empty slices divide 0 by 0 on their way to NaN
-        with np.errstate(all="ignore"):
-            return function(self.state, *arguments)
+        with _QUIET():
+            return function(self._memo, *arguments)
 
     def _cells(self, names: Iterable[str]) -> list[list[str]]:
         """Head and rows of the table."""
@@ -321,6 +358,7 @@ class Statistics(Mapping[str, OneView], Generic[OneView]):
         return "".join([*html, "</tbody></table>"])
 
 
+@functools.lru_cache(maxsize=256)
 def percentile_name(q: float) -> str:
     """``p99_9`` for 0.999."""
     return f"p{100.0 * q:.10g}".replace(".", "_")

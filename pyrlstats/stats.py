@@ -11,6 +11,7 @@ Fractions and means are over ``n_finite``; NaN and infinite x are counted and ex
 from __future__ import annotations
 
 from pyrlstats.layout import LOG2E
+from pyrlstats.memo import shared
 from pyrlstats.state import Array, State, namespace, power_of_two, scale_exponent
 
 # 2^32 is the largest scale at which w - 1 and w of far tokens still share one float64 sum
@@ -37,6 +38,7 @@ def n_neg_inf(state: State) -> Array:
     return state.count("n_neg_inf")
 
 
+@shared
 def n_finite(state: State) -> Array:
     """Members with finite x: the denominator of every fraction and mean. Tokens."""
     return state.n_finite()
@@ -47,11 +49,22 @@ def n_zero(state: State) -> Array:
     return state.count("n_zero")
 
 
-def _denominator(state: State) -> Array:
+@shared
+def denominator(state: State) -> Array:
     """n_finite as float64, NaN where it is 0."""
     xp = namespace(state.buffer)
     n = n_finite(state)
     return xp.where(n > 0, xp.asarray(n, dtype=xp.float64), float("nan"))
+
+
+def positive_fraction(state: State) -> Array:
+    """Share of x > 0, exact."""
+    return state.histogram[:, state.layout.bins_per_sign :].sum(-1) / denominator(state)
+
+
+def negative_fraction(state: State) -> Array:
+    """Share of x < 0, exact."""
+    return state.histogram[:, : state.layout.bins_per_sign].sum(-1) / denominator(state)
 
 
 def _nan_if_empty(state: State, values: Array) -> Array:
@@ -60,17 +73,19 @@ def _nan_if_empty(state: State, values: Array) -> Array:
 
 def zero_fraction(state: State) -> Array:
     """Share of x == 0. 1.0 on the first minibatch of an on-policy step whose engines agree bit for bit."""
-    return n_zero(state) / _denominator(state)
+    return n_zero(state) / denominator(state)
 
 
+@shared
 def log_ratio_mean(state: State) -> Array:
     """mean(x), nats. The negative of ``kl_k1``."""
-    return (state.sum("near_x") + state.sum("far_x")) / _denominator(state)
+    return (state.sum("near_x") + state.sum("far_x")) / denominator(state)
 
 
+@shared
 def _variance(state: State) -> tuple[Array, Array]:
     """Variance of x, and how far rounding may have moved it: the sums are right to 1e-12."""
-    mean_square = (state.sum("near_x2") + state.sum("far_x2")) / _denominator(state)
+    mean_square = (state.sum("near_x2") + state.sum("far_x2")) / denominator(state)
     return mean_square - log_ratio_mean(state) ** 2, 3e-12 * mean_square
 
 
@@ -82,14 +97,16 @@ def log_ratio_std(state: State) -> Array:
     xp = namespace(state.buffer)
     variance, _ = _variance(state)
     half_range = (log_ratio_max(state) - log_ratio_min(state)) / 2.0
-    return xp.minimum(xp.sqrt(xp.clip(variance, 0.0, None)), half_range)
+    return xp.minimum(xp.sqrt(variance.clip(0.0, None)), half_range)
 
 
+@shared
 def log_ratio_min(state: State) -> Array:
     """Smallest finite x, exact. Nats."""
     return _nan_if_empty(state, -state.maximum("neg_min_x"))
 
 
+@shared
 def log_ratio_max(state: State) -> Array:
     """Largest finite x, exact. Nats."""
     return _nan_if_empty(state, state.maximum("max_x"))
@@ -97,7 +114,7 @@ def log_ratio_max(state: State) -> Array:
 
 def log_ratio_abs_mean(state: State) -> Array:
     """mean(abs(x)), nats."""
-    return state.sum("abs_x") / _denominator(state)
+    return state.sum("abs_x") / denominator(state)
 
 
 def kl_k1(state: State) -> Array:
@@ -107,7 +124,7 @@ def kl_k1(state: State) -> Array:
 
 def kl_k2(state: State) -> Array:
     """mean(x^2) / 2, nats: a biased, low-variance estimator of KL(old, new). Schulman (2020), k2."""
-    return (state.sum("near_x2") + state.sum("far_x2")) / _denominator(state) / 2.0
+    return (state.sum("near_x2") + state.sum("far_x2")) / denominator(state) / 2.0
 
 
 def kl_k3(state: State) -> Array:
@@ -115,27 +132,30 @@ def kl_k3(state: State) -> Array:
 
     Does not cancel at small x; +inf where float64 overflows (x above 709).
     """
-    return (state.sum("near_k3") + state.sum("far_k3")) / _denominator(state)
+    return (state.sum("near_k3") + state.sum("far_k3")) / denominator(state)
 
 
+@shared
 def _scale(state: State) -> Array:
     """k: the far weights of the state are scaled by 2^-k."""
     return scale_exponent(state.maximum("max_x"))
 
 
-def _scaled_weight_sums(state: State) -> tuple[Array, Array]:
+@shared
+def scaled_weight_sums(state: State) -> tuple[Array, Array]:
     """2^-k sum w and 2^-2k sum w^2, over near and far tokens."""
     xp = namespace(state.buffer)
     k = _scale(state)
     n_near = xp.asarray(n_finite(state) - state.count("n_far"), dtype=xp.float64)
     offset = state.sum("near_x") + state.sum("near_k3")  # sum (w - 1)
     offset2 = state.sum("near_x2") + state.sum("near_excess")  # sum (w - 1)^2
-    k_near = xp.clip(k, -1.0, None)  # a near token keeps k at -1 or above; without one its sums are 0
+    k_near = k.clip(-1.0, None)  # a near token keeps k at -1 or above; without one its sums are 0
     first = power_of_two(-k_near) * (n_near + offset) + state.sum("far_w")
     second = power_of_two(-2.0 * k_near) * (n_near + 2.0 * offset + offset2) + state.sum("far_w2")
     return first, second
 
 
+@shared
 def chi2(state: State) -> Array:
     """n sum w^2 / (sum w)^2 - 1, dimensionless: chi-square divergence of the self-normalised weights.
 
@@ -147,7 +167,7 @@ def chi2(state: State) -> Array:
     Error: at most 1e-6 (chi2 + mean(x)^2) where every abs(x) is below 0.5, else 1e-6 (1 + chi2).
     """
     xp = namespace(state.buffer)
-    n = _denominator(state)
+    n = denominator(state)
     k = _scale(state)
     small = k <= _UNSCALED_EXPONENT
     unscale = power_of_two(xp.where(small, k, 0.0))
@@ -157,12 +177,12 @@ def chi2(state: State) -> Array:
     mean2 = (state.sum("near_x2") + state.sum("near_excess") + (far_w2 - 2.0 * far_w + n_far)) / n
     # all weights far below 1: w - 1 is -1 for all, so only the scaled sums hold the digits
     offset_form = (mean2 - mean**2) / (1.0 + mean) ** 2
-    first, second = _scaled_weight_sums(state)
+    first, second = scaled_weight_sums(state)
     scaled_form = n * second / first**2 - 1.0
     value = xp.where(small & (mean > -0.5), offset_form, scaled_form)
     variance, error = _variance(state)
-    extent = xp.clip(log_ratio_max(state) - log_ratio_min(state), None, 350.0)
-    least = xp.exp(-2.0 * extent) * xp.clip(variance - error, 0.0, None)
+    extent = (log_ratio_max(state) - log_ratio_min(state)).clip(None, 350.0)
+    least = xp.exp(-2.0 * extent) * (variance - error).clip(0.0, None)
     most = xp.minimum(xp.exp(2.0 * extent) * (variance + error), xp.sinh(extent / 2.0) ** 2)
     return xp.minimum(xp.maximum(value, least), most)
 
@@ -172,14 +192,24 @@ def renyi2(state: State) -> Array:
     return namespace(state.buffer).log1p(chi2(state))
 
 
+def renyi2_unnormalised(state: State) -> Array:
+    """log(mean(w^2)), nats: Renyi divergence of order 2 of weights that are not normalised. Never overflows.
+
+    Its expm1 is mean(w^2) - 1, which estimates the chi-square divergence and overflows.
+    """
+    _, second = scaled_weight_sums(state)
+    return 2.0 * _scale(state) / LOG2E + namespace(second).log(second / denominator(state))
+
+
 def ess(state: State) -> Array:
     """(sum w)^2 / sum w^2, tokens: Kish's effective sample size, from 1 to n_finite. Scale-free.
 
     Source: Kish (1965), Survey Sampling.
     """
-    return ess_fraction(state) * _denominator(state)
+    return ess_fraction(state) * denominator(state)
 
 
+@shared
 def ess_fraction(state: State) -> Array:
     """ess / n_finite, from 1 / n_finite to 1; equals 1 / (1 + chi2)."""
     return 1.0 / (1.0 + chi2(state))
@@ -191,15 +221,16 @@ def max_weight_ess_fraction(state: State) -> Array:
     Source: Elvira, Martino, Robert (2022), Rethinking the effective sample size.
     """
     xp = namespace(state.buffer)
-    first, _ = _scaled_weight_sums(state)
+    first, _ = scaled_weight_sums(state)
     largest = xp.exp2(_nan_if_empty(state, state.maximum("max_x")) * LOG2E - _scale(state))
-    return first / largest / _denominator(state)
+    return first / largest / denominator(state)
 
 
+@shared
 def ratio_mean(state: State) -> Array:
     """mean(w), raw, never truncated; +inf where float64 overflows."""
-    first, _ = _scaled_weight_sums(state)
-    return power_of_two(_scale(state)) * (first / _denominator(state))
+    first, _ = scaled_weight_sums(state)
+    return power_of_two(_scale(state)) * (first / denominator(state))
 
 
 def ratio_std(state: State) -> Array:
@@ -221,14 +252,14 @@ def ratio_max(state: State) -> Array:
 
 def clip_fraction_low(state: State) -> Array:
     """Share of w < 1 - low, decided on x with the threshold rounded to float32. Not signed by advantage."""
-    return state.count("clip_low") / _denominator(state)
+    return state.count("clip_low") / denominator(state)
 
 
 def clip_fraction_high(state: State) -> Array:
     """Share of w > 1 + high, decided on x with the threshold rounded to float32. Not signed by advantage."""
-    return state.count("clip_high") / _denominator(state)
+    return state.count("clip_high") / denominator(state)
 
 
 def clip_fraction(state: State) -> Array:
     """Share of w outside [1 - low, 1 + high]. Not signed by advantage."""
-    return (state.count("clip_low") + state.count("clip_high")) / _denominator(state)
+    return (state.count("clip_low") + state.count("clip_high")) / denominator(state)

@@ -101,19 +101,25 @@ class _DecayedState(State):
 def _aged(state: State, decay: float) -> State:
     """A copy of a decayed state in which every token weighs ``decay`` times as much."""
     xp = namespace(state.buffer)
-    aged = state.copy()
-    k3 = aged.sum("far_k3")
-    k3[...] = xp.where(k3 < math.inf, k3, 0.0)  # infinity would not fade
-    for part in (aged.counts, aged.histogram, aged.sums):
-        part *= decay
-    kept = aged.n_finite() >= _FORGOTTEN
-    for part, nothing in ((aged.histogram, 0.0), (aged.sums, 0.0), (aged.maxima, -math.inf)):
-        part[...] = xp.where(kept[:, None], part, nothing)
-    for name in _OF_FINITE_TOKENS:
-        aged.count(name)[...] = xp.where(kept, aged.count(name), 0.0)
-    others = aged.count("n_nan") + aged.count("n_pos_inf") + aged.count("n_neg_inf")
-    aged.count("n_tokens")[...] = aged.n_finite() + others
-    return aged
+    copy = state.copy()
+    tokens_kept: Array = None
+    for aged in copy.sections():
+        binned = aged.rows.binned
+        if binned:
+            k3 = aged.sum("far_k3")
+            k3[...] = xp.where(k3 < math.inf, k3, 0.0)  # infinity would not fade
+        for part in (aged.counts, aged.histogram, aged.sums):
+            part *= decay
+        kept = aged.n_finite() >= _FORGOTTEN if binned else tokens_kept
+        tokens_kept = kept if tokens_kept is None else tokens_kept
+        for part, nothing in ((aged.histogram, 0.0), (aged.sums, 0.0), (aged.maxima, -math.inf)):
+            part[...] = xp.where(kept[:, None], part, nothing)
+        for name in _OF_FINITE_TOKENS if binned else aged.rows.counts:
+            aged.count(name)[...] = xp.where(kept, aged.count(name), 0.0)
+        if binned:
+            others = aged.count("n_nan") + aged.count("n_pos_inf") + aged.count("n_neg_inf")
+            aged.count("n_tokens")[...] = aged.n_finite() + others
+    return copy
 
 
 class DecayedStats:
@@ -175,7 +181,8 @@ def _weighted(state: State) -> State:
     if isinstance(state, _DecayedState):
         raise ValueError("DecayedStats takes exact statistics, got decayed ones")
     copy = state.copy()
-    weighted = _DecayedState(copy.names, copy.layout, copy.clip, copy.buffer)
-    weighted.counts[...] = state.counts
-    weighted.histogram[...] = state.histogram
+    weighted = _DecayedState(copy.names, copy.layout, copy.clip, copy.buffer, copy.groups)
+    for section, exact in zip(weighted.sections(), state.sections(), strict=True):
+        section.counts[...] = exact.counts
+        section.histogram[...] = exact.histogram
     return weighted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -335,3 +336,22 @@ def test_an_empty_slice_gives_nan(kind: str, empty_side: str) -> None:
 def test_errors_say_what_cannot_be_compared(call: Callable[[Any], Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call(stats_of(np.ones(3)))
+
+
+def test_ranks_of_an_interval_cover_by_the_binomial_itself() -> None:
+    """P(low <= B < high), B binomial: at least the confidence wherever the quantile is said to be reliable."""
+    n = 1000
+    # every token has a bin of its own, whose lower edge it is: certified bounds show the ranks
+    stats = stats_of(np.arange(1.0, n + 1) / 8, layout=pyrlstats.Layout(mantissa_bits=10))
+    log_choose = np.array([math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) for k in range(n + 1)])
+    k = np.arange(n + 1)
+    for confidence in (0.5, 0.8, 0.95, 0.999):
+        for q in (0.001, 0.005, 0.01, 0.05, 0.2, 0.5, 0.7, 0.95, 0.99, 0.995, 0.999):
+            _, lo, hi, reliable = quantile_interval(stats, q, confidence, certified=True)
+            low, high = 8 * float(lo[0]), math.floor(8 * hi[0])
+            assert low == int(low)
+            probability = np.exp(log_choose + k * math.log(q) + (n - k) * math.log1p(-q))
+            covered = probability[(k >= low) & (k < high)].sum()
+            assert bool(reliable[0]) == (min(n * q, n - n * q) >= 10)
+            if reliable[0]:
+                assert confidence <= covered < confidence + (1 - confidence) * 0.8

@@ -160,6 +160,18 @@ def test_all_reduce_is_one_pass_over_all_tokens(run_world: World, size: int) -> 
     assert SliceAccumulator(ranks.NAMES).merge(accumulators).compute().to_bytes() == merged
 
 
+def test_optional_statistics_are_pooled_in_the_same_two_collectives(run_world: World) -> None:
+    results = run_world(4, "pool_groups", 1)
+    assert [result["collectives"] for result in results] == [2] * 4
+    assert len({result["bytes"] for result in results}) == 1
+    batches = [ranks.rows(rank) for rank in (0, 2, 3)]
+    logp, old_logp, advantages = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    wanted = pyrlstats.slice_stats(logp, old_logp, advantages=advantages, **ranks.GROUPS)
+    got = SliceStats.from_bytes(results[0]["bytes"])
+    assert got.to_dict() == pytest.approx(wanted.to_dict(), rel=1e-6, nan_ok=True)
+    assert got["all"].n_sequences == len(logp)
+
+
 def test_far_weights_are_rescaled_exactly(run_world: World) -> None:
     """x = 5000 on one rank and -300 on another: all of the weight is the former's, to the bit."""
     result = run_world(3, "pool", ["huge", "tiny", "empty"])[0]

@@ -10,7 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pyrlstats
-from pyrlstats import compare, intervals, slices, values
+from pyrlstats import compare, exact_quantiles, intervals, slices, tails, values
+from pyrlstats.backends import flat
 
 # operators that wait for a device, or whose result has a size that depends on data
 FORBIDDEN = (
@@ -53,6 +54,7 @@ class Tokens:
         self.masks = {"a": self.x > 0, "b": self.x < 0.5}
 
 
+OPTIONAL: dict[str, Any] = {"sequences": True, "entropy": True, "probabilities": True}
 CASES: dict[str, Callable[[Tokens], Any]] = {
     "tool": lambda t: slices.tool_slices(t.model),
     "tool mask": lambda t: slices.tool_slices(t.model, t.model == 0),
@@ -70,6 +72,10 @@ CASES: dict[str, Callable[[Tokens], Any]] = {
     "groups by id": lambda t: (
         values.group_reward_stats(t.sequence, t.cu[1:]) + values.group_reward_stats(t.sequence, t.cu[:3])
     ),
+    "optional statistics": lambda t: pyrlstats.slice_stats(
+        t.x[:48].view(4, 12), t.x[1:49].view(4, 12), advantages=t.x[:4], truncate=(0.5, 2.0), **OPTIONAL
+    ),
+    "optional statistics, packed": lambda t: pyrlstats.slice_stats(t.x, t.x, t.masks, cu_seqlens=t.cu, **OPTIONAL),
     "groups by shape": lambda t: values.group_reward_stats(t.model).between_group_std,
 }
 
@@ -94,7 +100,8 @@ def all_statistics(one: values.ValueStats, two: values.ValueStats) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_slices_and_values(case: str) -> None:
+def test_slices_and_values(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYRLSTATS_BACKEND", "torch")
     tokens = Tokens("cpu")
     with NoSync():
         CASES[case](tokens)
@@ -114,6 +121,50 @@ def test_the_engine_behind_values(monkeypatch: pytest.MonkeyPatch) -> None:
     with NoSync():
         accumulator.update(tokens.x, tokens.masks).compute()
         pyrlstats.slice_stats(tokens.x[:6], tokens.x[:6], slice_ids=tokens.model[0], names=["a", "b"])
+
+
+def tokens_themselves(t: Tokens) -> dict[str, Any]:
+    """What takes a second pass."""
+    zeros, q = torch.zeros_like(t.x), [0.1, 0.5, 1.0]
+    stats = pyrlstats.slice_stats(t.x, zeros, t.masks)
+    shape = tails.tail_shape(t.x, zeros, t.masks) + tails.tail_shape(t.x**3, zeros, t.masks, capacity=11)
+    packed = t.model[0].float()
+    return {
+        "quantiles": exact_quantiles(t.x, zeros, t.masks, q, stats=stats),
+        "magnitudes": exact_quantiles(t.x, zeros, t.masks, q, absolute=True),
+        "values": values.exact_quantiles(t.sequence, None, q),
+        "k": {name: view.pareto_k for name, view in shape.items()},
+        "hill": {name: view.hill_se for name, view in shape.items()},
+        "top": {name: top.index for name, top in tails.top_tokens(t.x, zeros, t.masks, 7).items()},
+        "places": {
+            name: torch.stack((top.sequence, top.position))
+            for name, top in tails.top_tokens(packed, 0 * packed, None, 9, cu_seqlens=t.cu).items()
+        },
+    }
+
+
+def test_second_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYRLSTATS_BACKEND", "torch")
+    tokens = Tokens("cpu")
+    wanted = tokens_themselves(tokens)
+    monkeypatch.setattr(flat, "in_host_memory", lambda _: False)
+    with NoSync():
+        found = tokens_themselves(tokens)
+    torch.testing.assert_close(found, wanted, equal_nan=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
+def test_second_passes_on_a_gpu() -> None:
+    tokens = Tokens("cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = tokens_themselves(tokens)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for name, wanted in tokens_themselves(Tokens("cpu")).items():
+        got = {key: value.cpu() for key, value in found[name].items()}
+        torch.testing.assert_close(got, wanted, equal_nan=True)
 
 
 @pytest.mark.gpu

@@ -18,6 +18,9 @@ class Batch:
         slice_ids: integers expanded to that shape, instead of ``masks``: negative = in no slice,
             beyond the last slice = counted in ``n_out_of_range``.
         base_mask: ANDed into every slice, expanded to that shape; a token outside takes no part at all.
+        advantages: floats expanded to that shape, where the group of policy clips is kept.
+        boundaries: int64 (sequences + 1,), where sequences begin and end in the flattened tokens, ascending, where
+            sequences are kept.
     """
 
     logp: Array
@@ -25,3 +28,5 @@ class Batch:
     masks: tuple[Array, ...] | None
     slice_ids: Array | None
     base_mask: Array | None
+    advantages: Array | None = None
+    boundaries: Array | None = None

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import os
 import sys
-from functools import cache
-from typing import Any
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from pyrlstats import _core  # ImportError where the extension is not built
 from pyrlstats.backends.batch import Batch
 from pyrlstats.layout import STATE_VERSION, clip_thresholds
 from pyrlstats.state import Array, State
 
+if TYPE_CHECKING:
+    from pyrlstats.backends.digits import Intervals
+
 if _core.STATE_VERSION != STATE_VERSION:
     raise ImportError("the extension pyrlstats._core is of another version: reinstall pyrlstats")
 
 Operand = tuple[int, int, "tuple[int, ...] | None"]
+Arguments = tuple[
+    "tuple[int, ...]", bool, Operand, Operand, "tuple[Operand, ...] | None", "Operand | None", "Operand | None", int
+]
 
 
 def instruction_sets() -> tuple[str, ...]:
@@ -30,6 +38,11 @@ def _torch_codes() -> dict[Any, int]:
     return {getattr(torch, name): code for name, code in _core.DTYPES.items() if hasattr(torch, name)}
 
 
+@lru_cache(maxsize=64)
+def _thresholds(clip: tuple[float, ...]) -> tuple[float, float]:
+    return clip_thresholds(clip)
+
+
 def _tensor_operand(tensor: Any) -> Operand:
     strides = None if tensor.is_contiguous() else tensor.stride()
     return tensor.data_ptr(), _torch_codes()[tensor.dtype], strides
@@ -37,7 +50,12 @@ def _tensor_operand(tensor: Any) -> Operand:
 
 def _array_operand(array: Any) -> Operand:
     interface = array.__array_interface__  # 0.6 us; array.ctypes.data takes 1.5
-    return interface["data"][0], _core.DTYPES[array.dtype.name], interface["strides"]
+    return interface["data"][0], _array_code(array.dtype), interface["strides"]
+
+
+@cache
+def _array_code(dtype: Any) -> int:
+    return int(_core.DTYPES[dtype.name])
 
 
 def accumulate(batch: Batch, state: State, num_threads: int | None = None, isa: str = "") -> None:
@@ -53,15 +71,35 @@ def accumulate(batch: Batch, state: State, num_threads: int | None = None, isa: 
     Raises:
         ValueError: an instruction set that is unknown or not usable.
     """
-    is_array = type(batch.logp).__module__ == "numpy"
-    operand = _array_operand if is_array else _tensor_operand
-    if num_threads is None:
-        num_threads = _cpus() if is_array else sys.modules["torch"].get_num_threads()
     _core.accumulate(
         _address(state.buffer),
         len(state.names),
         (state.layout.mantissa_bits, state.layout.min_exp, state.layout.max_exp),
-        clip_thresholds(state.clip),
+        _thresholds(state.clip),
+        *_arguments(batch, num_threads),
+        isa=isa,
+    )
+
+
+def count_digits(
+    batch: Batch, intervals: Intervals, absolute: bool, num_threads: int | None = None, isa: str = ""
+) -> Array:
+    """As :func:`pyrlstats.backends.digits.count`, in one pass. Arguments as for :func:`accumulate`."""
+    slices, n = intervals.low.shape
+    counts = np.zeros((slices, n, _core.DIGITS), np.int64)
+    columns = [np.asarray(field).reshape(-1).tolist() for field in intervals]
+    rows = [(index // n, *row) for index, row in enumerate(zip(*columns, strict=True))]
+    _core.count_digits(_address(counts), rows, absolute, slices, *_arguments(batch, num_threads), isa=isa)
+    return counts if isinstance(intervals.low, np.ndarray) else sys.modules["torch"].from_numpy(counts)
+
+
+def _arguments(batch: Batch, num_threads: int | None) -> Arguments:
+    """The batch and the number of threads, as the extension takes them."""
+    is_array = type(batch.logp).__module__ == "numpy"
+    operand = _array_operand if is_array else _tensor_operand
+    if num_threads is None:
+        num_threads = _cpus() if is_array else sys.modules["torch"].get_num_threads()
+    return (
         tuple(batch.logp.shape),
         is_array,
         operand(batch.logp),
@@ -70,7 +108,6 @@ def accumulate(batch: Batch, state: State, num_threads: int | None = None, isa: 
         None if batch.slice_ids is None else operand(batch.slice_ids),
         None if batch.base_mask is None else operand(batch.base_mask),
         num_threads,
-        isa,
     )
 
 

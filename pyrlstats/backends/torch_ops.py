@@ -7,63 +7,41 @@ slices of a block are handled together as (S, block).
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from pyrlstats.backends.batch import Batch
+from pyrlstats.backends.tokens import blocks
 from pyrlstats.layout import ABS_BITS, INF_BITS, LOG2E, NEAR_BITS, clip_thresholds
-from pyrlstats.state import Array, State, scale_exponent
+from pyrlstats.state import State, scale_exponent
 
-_BLOCK_WORDS = 1 << 20  # slices x tokens of one block
 _K3_TERMS = 16  # of the series of expm1(x) - x; enough for float64 below 1
 
 
 def accumulate(batch: Batch, state: State) -> None:
     """Add the tokens of ``batch`` to ``state``, in place. Does not sync."""
-    slices = len(state.names)
-    block = max(_BLOCK_WORDS // slices, 1)
-    logp, old_logp = _flat(batch.logp), _flat(batch.old_logp)
-    masks = None if batch.masks is None else [_flat(mask) for mask in batch.masks]
-    ids = None if batch.slice_ids is None else _flat(batch.slice_ids)
-    base = None if batch.base_mask is None else _flat(batch.base_mask)
+    batch = replace(batch, **{name: _as_tensors(array) for name, array in vars(batch).items()})
     if isinstance(state.buffer, np.ndarray):
         state = replace(state, buffer=torch.from_numpy(state.buffer))  # the same memory
     # a block that does not fit into memory leaves the state as it was
-    total = state if logp.numel() <= block else State.empty(state.names, state.layout, state.clip, logp.device)
-    for start in range(0, logp.numel(), block):
-        part = slice(start, start + block)
-        x = _log_ratio(logp[part], old_logp[part])
-        fresh = State.empty(state.names, state.layout, state.clip, x.device)
-        inside = torch.ones_like(x, dtype=torch.bool) if base is None else base[part] != 0
-        if ids is not None:
-            chunk = ids[part].to(torch.int64)
-            members = chunk == torch.arange(slices, device=x.device)[:, None]
-            # a uint64 above 2^63 turns negative in int64: out of range all the same
-            beyond = (chunk >= slices) if ids.dtype != torch.uint64 else (chunk >= slices) | (chunk < 0)
-            fresh.count("n_out_of_range")[0] = (beyond & inside).sum()
-        elif masks is not None:
-            members = torch.stack([mask[part] != 0 for mask in masks])
-        else:
-            members = inside[None, :]
-        _fill(fresh, x, members & inside)
+    total = State.empty(state.names, state.layout, state.clip, batch.logp.device)
+    for block in blocks(batch, len(state.names)):
+        fresh = State.empty(state.names, state.layout, state.clip, batch.logp.device)
+        fresh.count("n_out_of_range")[0] = block.out_of_range
+        _fill(fresh, block.log_ratio(), block.members)
         total.merge_(fresh)
-    if total is not state:
-        state.merge_(total)
+    state.merge_(total)
 
 
-def _flat(array: Array) -> torch.Tensor:
-    """(n,); torch cannot see NumPy memory that is read-only, unaligned or has negative strides: those are copied."""
+def _as_tensors(array: Any) -> Any:
+    """NumPy memory as tensors; read-only, unaligned or negatively strided memory, which torch cannot see, is copied."""
+    if isinstance(array, tuple):
+        return tuple(_as_tensors(one) for one in array)
     if isinstance(array, np.ndarray):
-        array = torch.from_numpy(np.require(array, requirements=["C", "A", "W"]))
-    flat: torch.Tensor = array.reshape(-1)
-    return flat
-
-
-def _log_ratio(logp: torch.Tensor, old_logp: torch.Tensor) -> torch.Tensor:
-    wide = torch.float64 if torch.float64 in (logp.dtype, old_logp.dtype) else torch.float32
-    x: torch.Tensor = (logp.to(wide) - old_logp.to(wide)).to(torch.float32)
-    return x
+        return torch.from_numpy(np.require(array, requirements=["C", "A", "W"]))
+    return array
 
 
 def _fill(state: State, x: torch.Tensor, members: torch.Tensor) -> None:

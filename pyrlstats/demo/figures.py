@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from pyrlstats.demo.slices import NAMES
 from pyrlstats.demo.training import Score, Step
 from pyrlstats.demo.windows import Window, first_and_last
+from pyrlstats.intervals import abs_quantile_interval
 
 COLOURS = {"text": "#4477aa", "pre_tool": "#228833", "post_tool": "#cc3311"}
 LEVELS = {0.5: "p50", 0.99: "p99", 0.999: "p99.9", 0.9999: "p99.99"}
@@ -68,10 +69,18 @@ def _draw_ess(axes: Axes, steps: list[Step]) -> None:
 
 def _draw_quantiles(axes: Axes, steps: list[Step], name: str) -> None:
     numbers = [step.number for step in steps]
-    values = np.array([step.stats[name].abs_quantile(list(LEVELS)).tolist() for step in steps])
-    for column, label, alpha in zip(values.T, LEVELS.values(), (0.35, 0.55, 0.8, 1.0), strict=True):
-        axes.plot(numbers, np.maximum(column, SMALLEST), color=COLOURS[name], alpha=alpha, label=label)
-    axes.set(title=f"{name}: quantiles of |log-ratio|", xlabel="step", ylabel="nats", yscale="log")
+    found = [abs_quantile_interval(step.stats[name], list(LEVELS)) for step in steps]
+    values, reliable = (
+        np.array([getattr(one, field)[0].tolist() for one in found]) for field in ("estimate", "reliable")
+    )
+    for index, (label, alpha) in enumerate(zip(LEVELS.values(), (0.35, 0.55, 0.8, 1.0), strict=True)):
+        style: Style = {"color": COLOURS[name], "alpha": alpha}
+        column = np.maximum(values[:, index], SMALLEST)
+        # dotted where fewer than ten tokens lie beyond: hardly more than the extreme one
+        axes.plot(numbers, column, ls=":", lw=1, **style)
+        axes.plot(numbers, np.where(reliable[:, index], column, np.nan), label=label, **style)
+    axes.set(title=f"{name}: quantiles of |log-ratio|", ylabel="nats", yscale="log")
+    axes.set_xlabel("step (dotted: fewer than 10 tokens beyond)")
 
 
 # the linear part of the axis lies between the two around 0

@@ -36,18 +36,34 @@ class SliceMetric(torchmetrics.Metric):
         *,
         layout: Layout | None = None,
         clip: tuple[float, float] = (0.2, 0.2),
+        sequences: bool = False,
+        advantages: bool = False,
+        dual_clip: float = 3.0,
+        truncate: tuple[float, float] | None = None,
+        entropy: bool = False,
+        probabilities: bool = False,
         **torchmetrics_options: Any,
     ) -> None:
         super().__init__(**torchmetrics_options)
-        make = SliceAccumulator(names, layout=layout or Layout(), clip=clip)
-        self.names, self.layout, self.clip = make.names, make.layout, make.clip
+        self._make = SliceAccumulator(
+            names,
+            layout=layout or Layout(),
+            clip=clip,
+            sequences=sequences,
+            advantages=advantages,
+            dual_clip=dual_clip,
+            truncate=truncate,
+            entropy=entropy,
+            probabilities=probabilities,
+        )
+        self.names, self.layout, self.clip = self._make.names, self._make.layout, self._make.clip
         # a MetricCollection shares states that look alike under one name: only the same make may
-        self._key = f"state_{zlib.crc32(repr((self.names, self.layout, self.clip)).encode()):08x}"
-        empty = State.empty(self.names, self.layout, self.clip, "cpu")
-        self.add_state(self._key, default=empty.buffer, dist_reduce_fx=self._pool)
+        make = (self.names, self.layout, self.clip, self._make.groups)
+        self._key = f"state_{zlib.crc32(repr(make).encode()):08x}"
+        self.add_state(self._key, default=self._make._empty("cpu").buffer, dist_reduce_fx=self._pool)
 
     def _state(self, buffer: torch.Tensor) -> State:
-        return State(self.names, self.layout, self.clip, buffer)
+        return State(self.names, self.layout, self.clip, buffer, self._make.groups)
 
     def _pool(self, buffers: torch.Tensor) -> torch.Tensor:
         """Pool the stacked buffers (ranks, words)."""
@@ -60,11 +76,23 @@ class SliceMetric(torchmetrics.Metric):
         """The statistics as an object, a copy: this rank's, or those of all ranks inside ``sync_context()``."""
         return SliceStats(self._state(getattr(self, self._key).clone()))
 
-    def update(self, logp: Any, old_logp: Any, masks: Masks = None, *, slice_ids: Any = None, mask: Any = None) -> None:
+    def update(
+        self,
+        logp: Any,
+        old_logp: Any,
+        masks: Masks = None,
+        *,
+        slice_ids: Any = None,
+        mask: Any = None,
+        advantages: Any = None,
+        cu_seqlens: Any = None,
+    ) -> None:
         """Count one batch; see :meth:`pyrlstats.SliceAccumulator.update`."""
-        accumulator = SliceAccumulator(self.names, layout=self.layout, clip=self.clip)
+        accumulator = self._make._twin()
         accumulator._state = self._state(getattr(self, self._key))
-        accumulator.update(logp, old_logp, masks, slice_ids=slice_ids, mask=mask)
+        accumulator.update(
+            logp, old_logp, masks, slice_ids=slice_ids, mask=mask, advantages=advantages, cu_seqlens=cu_seqlens
+        )
 
     def merge_state(self, incoming_state: dict[str, Any] | torchmetrics.Metric) -> None:
         """Count what another metric, or its ``metric_state``, has counted too."""

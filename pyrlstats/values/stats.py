@@ -14,7 +14,7 @@ from pyrlstats.api import slice_stats
 from pyrlstats.layout import Layout
 from pyrlstats.results import Statistic, Statistics, View, scalars_of
 from pyrlstats.slice_stats import SliceStats
-from pyrlstats.state import Array, State, namespace
+from pyrlstats.state import Array, State
 from pyrlstats.values.arguments import as_floats, prepared
 
 VALUE_LAYOUT = Layout(max_exp=40)
@@ -57,20 +57,14 @@ def abs_mean(state: State) -> Array:
     return _stats.log_ratio_abs_mean(state)
 
 
-def _share(state: State, counts: Array) -> Array:
-    xp = namespace(counts)
-    n = _stats.n_finite(state)
-    return counts / xp.where(n > 0, xp.asarray(n, dtype=xp.float64), float("nan"))
-
-
 def positive_fraction(state: State) -> Array:
     """Share of the finite values above 0, exact."""
-    return _share(state, state.histogram[:, state.layout.bins_per_sign :].sum(-1))
+    return _stats.positive_fraction(state)
 
 
 def negative_fraction(state: State) -> Array:
     """Share of the finite values below 0, exact."""
-    return _share(state, state.histogram[:, : state.layout.bins_per_sign].sum(-1))
+    return _stats.negative_fraction(state)
 
 
 class ValueView(View):

@@ -425,3 +425,38 @@ def torchmetrics_synced(rank: int, world: int) -> dict[str, Any]:
         "local": local,
         "collection": collection.compute(),
     }
+
+
+GROUPS = {"sequences": True, "truncate": (0.5, 2.0), "entropy": True, "probabilities": True}
+
+
+def rows(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """logp, old_logp and advantages of one rank: as many sequences as it likes."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (seed + 2, 40)
+    base, x = -torch.rand(shape, generator=generator) - 20.0, torch.randn(shape, generator=generator) * 3.0**seed
+    return base + x, base, torch.randn(shape[0], generator=generator)
+
+
+def pool_groups(rank: int, world: int, empty: int) -> dict[str, Any]:
+    """Every optional statistic over all ranks, one of which has no tokens; and the collectives of a second step."""
+    made = accumulator(names=["all"], advantages=True, **GROUPS)
+    calls = []
+    reduce = dist.all_reduce
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return reduce(*args, **kwargs)
+
+    distributed.dist.all_reduce = counted
+    try:
+        for _ in range(2):
+            made.reset()
+            calls.clear()
+            if rank != empty:
+                logp, old_logp, advantages = rows(rank)
+                made.update(logp, old_logp, advantages=advantages)
+            made.all_reduce()
+    finally:
+        distributed.dist.all_reduce = reduce
+    return {"bytes": made.compute().to_bytes(), "collectives": len(calls)}

@@ -1,0 +1,70 @@
+"""Fills the groups of a state from a batch, on any device, without a sync."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType
+
+import numpy as np
+
+from pyrlstats.backends.batch import Batch
+from pyrlstats.backends.tokens import blocks
+from pyrlstats.groups import entropy, policy_clip, probabilities, sequences, truncation
+from pyrlstats.groups.options import SEQUENCE_QUANTITIES
+from pyrlstats.groups.tokens import tokens_of
+from pyrlstats.state import Array, State, namespace
+
+_FAMILIES: dict[str, ModuleType] = {
+    "entropy": entropy,
+    "probabilities": probabilities,
+    "truncation": truncation,
+    "policy_clip": policy_clip,
+}
+
+Engine = Callable[[Batch, State], None]  # adds a batch to a core state
+
+
+def accumulate(batch: Batch, state: State, engine: Engine) -> None:
+    """Add the batch to a state with groups, in place.
+
+    ``engine`` makes the core, and bins the values of the groups with a histogram. What does not fit into memory leaves
+    the state as it was.
+    """
+    fresh = State.empty(state.names, state.layout, state.clip, _device(state), state.groups)
+    engine(batch, fresh.core())
+    asked = {group.name for group in state.groups}
+    slices = len(state.names)
+    families = {name: family for name, family in _FAMILIES.items() if name in asked}
+    with np.errstate(all="ignore"):
+        for block in blocks(batch, slices) if families else ():
+            tokens = tokens_of(block)
+            rows = State.empty(state.names, state.layout, state.clip, _device(state), state.groups)
+            for name, family in families.items():
+                family.fill(rows.group(name), tokens)
+                fresh.group(name).merge_(rows.group(name))
+            if "updates" in asked:
+                engine(_values(policy_clip.updates(tokens), tuple(block.members)), fresh.group("updates"))
+        if "advantages" in asked:
+            engine(replace(batch, logp=batch.advantages, old_logp=_zeros(batch.advantages)), fresh.group("advantages"))
+        if "sequences" in asked:
+            quantities, ids, n_empty = sequences.quantities(batch, slices)
+            fresh.group("sequences").count("n_empty")[...] = n_empty
+            for name, values in zip(SEQUENCE_QUANTITIES, quantities, strict=True):
+                engine(Batch(values, _zeros(values), None, ids, None), fresh.group(name))
+    state.merge_(fresh)
+
+
+def _values(values: Array, members: tuple[Array, ...]) -> Batch:
+    return Batch(values, _zeros(values), members, None, None)
+
+
+def _zeros(like: Array) -> Array:
+    """Zeros in the memory of one."""
+    if isinstance(like, np.ndarray):
+        return np.broadcast_to(np.zeros((), like.dtype), like.shape)
+    return like.new_zeros(()).expand(like.shape)
+
+
+def _device(state: State) -> object:
+    return None if namespace(state.buffer) is np else state.buffer.device
