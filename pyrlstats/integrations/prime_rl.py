@@ -15,7 +15,7 @@ from pyrlstats.integrations._summed import MicroBatchSums
 from pyrlstats.slice_stats import SliceStats
 from pyrlstats.slices import tool_slices
 
-PAIRS = ("trainer_inference",)
+PAIRS = ("learner_vs_sampler",)
 _LOSS, _FILTER = "compute_loss", "filter_rl_trainer_tensor_stats_for_wandb"
 
 

@@ -15,7 +15,7 @@ from pyrlstats.integrations._summed import MicroBatchSums
 from pyrlstats.slice_stats import SliceStats
 from pyrlstats.slices import tool_slices
 
-PAIRS = ("train_rollout",)
+PAIRS = ("old_vs_sampler",)
 
 SliceMask = Callable[[torch.Tensor, int, int], torch.Tensor]
 
@@ -110,7 +110,7 @@ def with_sums(
     It adds no collective, and one copy to the host a micro-batch; :class:`Monitor` copies once a step, and gives more
     (quantiles, extrema, counts).
 
-    The pair is ``train_rollout``: ``batch["log_probs"]`` against ``batch["rollout_log_probs"]``; without one of them
+    The pair is ``old_vs_sampler``: ``batch["log_probs"]`` against ``batch["rollout_log_probs"]``; without one of them
     the sums are 0, and the statistics NaN.
 
     Args:
