@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -145,9 +146,8 @@ def count(
     masks: Sequence[torch.Tensor],
 ) -> None:
     """Count one micro-batch: a list of responses, 1-D each."""
-    lengths = torch.tensor([0, *(mask.shape[0] for mask in masks)])
-    mask = torch.cat(list(masks))
-    where = tool_slices(mask, cu_seqlens=lengths.cumsum(0).to(mask.device, non_blocking=True))
+    boundaries = list(accumulate((mask.shape[0] for mask in masks), initial=0))
+    where = tool_slices(torch.cat(list(masks)), cu_seqlens=boundaries)
     accumulator.update(PAIRS[0], torch.cat(list(train)), torch.cat(list(rollout)), where)
 
 
