@@ -1,7 +1,7 @@
 """What exact quantiles, tails and top tokens cost, beside sorting and partitioning every slice.
 
-``PYTHONPATH=. python benchmarks/second_pass.py`` runs from a source tree, on a GPU where there is one. Every quantile is
-compared with the sorted slice before anything is timed.
+``PYTHONPATH=. python benchmarks/second_pass.py`` runs from a source tree, on a GPU where there is one. Every quantile
+is compared with the sorted slice before anything is timed.
 """
 
 from __future__ import annotations

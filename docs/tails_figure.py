@@ -16,9 +16,9 @@ import numpy as np
 from pyrlstats.tails import k_threshold, tail_shape
 
 KINDS = {
-    "normal, σ = 0.5": (lambda rng, n: rng.normal(0.0, 0.5, n), "#4878a8"),
-    "Laplace, b = 0.6": (lambda rng, n: rng.laplace(0.0, 0.6, n), "#d08030"),
-    "t, 3 degrees of freedom, × 0.15": (lambda rng, n: 0.15 * rng.standard_t(3, n), "#a83848"),
+    "normal, sd 0.5": (lambda rng, n: rng.normal(0.0, 0.5, n), "#4878a8"),
+    "Laplace, scale 0.6": (lambda rng, n: rng.laplace(0.0, 0.6, n), "#d08030"),
+    "0.15 t, 3 degrees of freedom": (lambda rng, n: 0.15 * rng.standard_t(3, n), "#a83848"),
 }
 SIZES = (1000, 3000, 10_000, 30_000, 100_000, 300_000, 1_000_000)
 SAMPLE_SIZE = 10_000

@@ -143,6 +143,13 @@ def test_slice_ids_of_every_dtype_and_a_family() -> None:
     assert exact_quantiles(x, 0 * x, family, 1.0) == {"a": 7.0, "b": 5.0}
 
 
+def test_more_slices_than_bits_in_a_word(rng: np.random.Generator) -> None:
+    x = data("t3", 5000, rng)
+    masks = {f"m{index}": rng.random(x.size) < 0.02 * index for index in range(70)}
+    for name, found in exact_quantiles(x, 0 * x, masks, [0.5, 0.99]).items():
+        assert same_bits(found, sorted_quantiles(x[masks[name]], [0.5, 0.99]))
+
+
 def test_shapes_of_the_result_are_those_of_q() -> None:
     x = np.arange(1, 11, dtype=np.float32)
     single = exact_quantiles(x, 0 * x, None, 0.5)["all"]
@@ -210,6 +217,7 @@ def test_given_statistics_may_hold_groups(rng: np.random.Generator) -> None:
             TypeError,
             "stats must be ValueStats",
         ),
+        (lambda x: exact_quantiles(x, x, None, 0.5, num_threads=0), ValueError, "num_threads must be a positive"),
         (lambda x: exact_quantiles(x, x, None, 0.5, group=object()), RuntimeError, "needs a process group"),
         (
             lambda x: exact_quantiles(x, x, None, 0.5, stats=DecayedStats(0.9).push(slice_stats(x, x))),
