@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet
 TRITON_36 := $(if $(CI),$(VENV)/triton36)
 # and the adapters are tested with the functions of trainers that install on a cluster only
 TRAINERS := $(if $(CI),$(VENV)/trainers)
-SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc kernels pyrlstats -type f -not -path '*/__pycache__/*')
+SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc kernels pyrlstats benchmarks -type f -not -path '*/__pycache__/*')
 
 .PHONY: demo test lint bench clean
 

@@ -1,12 +1,17 @@
-"""``python -m benchmarks``: run the suite, compare two results, render committed ones."""
+"""``pyrlstats bench``, and ``python -m benchmarks`` in a source tree: run the suite, compare two results, render
+committed ones. Light to import: what is heavy is imported when it runs.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
+
+NEEDED = ("torch", "rich", "matplotlib", "jinja2")
 
 app = typer.Typer(
     add_completion=False, pretty_exceptions_enable=False, help="Measure pyrlstats against what it replaces."
@@ -28,13 +33,22 @@ def bench(
     threads: Annotated[int | None, typer.Option(help="Threads of torch; default: one a CPU.")] = None,
 ) -> None:
     """Run the benchmark suite: gate, time, roofline, memory, accuracy, training step, all_reduce."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        _fail(f"the suite needs {', '.join(missing)}: pip install 'pyrlstats[bench]'")
     if context.invoked_subcommand is not None:
         return
     import torch
     from rich.console import Console
 
-    from benchmarks import markdown, suite, terminal
+    from . import markdown, suite, terminal
 
+    targets: tuple[Path, ...] = ()
+    if readme:  # before anything is measured
+        try:
+            targets = markdown.targets()
+        except markdown.NoSourceTree as error:
+            _fail(str(error))
     console = Console(width=None if Console().is_terminal else 160)
     if device not in ("cpu", "cuda"):
         raise typer.BadParameter(f"--device must be cpu or cuda, got {device!r}")
@@ -64,8 +78,9 @@ def bench(
         _write(document, json)
         console.print(f"wrote {json}, .png and .html beside it", markup=False, highlight=False)
     if readme:
-        _write(document, markdown.RESULTS / ("gpu.json" if device == "cuda" else "cpu.json"), html=False)
-        for path in markdown.render():
+        folder = markdown.results_folder()
+        _write(document, folder / ("gpu.json" if device == "cuda" else "cpu.json"), html=False)
+        for path in markdown.render(targets, folder):
             console.print(f"rendered {path}", markup=False, highlight=False)
 
 
@@ -78,22 +93,27 @@ def compare(
     """Ratios between two results, and which stand out of the noise."""
     from rich.console import Console
 
-    from benchmarks import suite, terminal
-    from benchmarks.compare import compare as compared
+    from . import terminal
+    from .compare import compare as compared
 
     console = Console(width=None if Console().is_terminal else 160)
-    terminal.print_table(console, compared(suite.load(before), suite.load(after), everyone))
+    documents = _loaded(before), _loaded(after)
+    terminal.print_table(console, compared(*documents, everyone))
 
 
 @app.command()
 def render() -> None:
     """Render the committed results into README.md and docs/benchmarks.md, between their markers; draw their plots."""
-    from benchmarks import figures, markdown, suite
+    from . import figures, markdown, suite
 
-    found = (markdown.RESULTS / f"{device}.json" for device in ("cpu", "gpu"))  # others lie beside them
+    try:
+        folder, targets = markdown.results_folder(), markdown.targets()
+    except markdown.NoSourceTree as error:
+        _fail(str(error))
+    found = (folder / f"{device}.json" for device in ("cpu", "gpu"))  # others lie beside them
     for result in filter(Path.exists, found):
         figures.draw(suite.load(result), result.with_suffix(".png"))
-    for path in markdown.render():
+    for path in markdown.render(targets, folder):
         typer.echo(f"rendered {path}")
 
 
@@ -102,21 +122,37 @@ def show(result: Annotated[Path, typer.Argument(help="JSON of a run.")]) -> None
     """Print the tables of a result and draw its PNG and HTML anew."""
     from rich.console import Console
 
-    from benchmarks import suite, terminal
+    from . import terminal
 
-    document = suite.load(result)
+    document = _loaded(result)
     terminal.print_document(Console(width=None if Console().is_terminal else 160), document)
     _write(document, result)
 
 
+def _loaded(path: Path) -> dict[str, Any]:
+    from . import suite
+
+    try:
+        return suite.load(path)
+    except OSError as error:
+        _fail(f"cannot read {path}: {error.strerror}")
+    except ValueError as error:
+        _fail(f"{path} is no result of this suite: {error}")
+
+
 def _write(document: dict[str, Any], path: Path, html: bool = True) -> None:
-    from benchmarks import figures, page, suite
+    from . import figures, page, suite
 
     suite.save(document, path)
     plot = path.with_suffix(".png")
     figures.draw(document, plot)
     if html:
         page.write(document, path.with_suffix(".html"), plot)
+
+
+def _fail(message: str) -> NoReturn:
+    typer.echo(f"pyrlstats bench: {message}", err=True)
+    raise typer.Exit(1)
 
 
 __all__ = ["app"]

@@ -1,6 +1,6 @@
 """Reducing over ranks, with gloo on this machine: what one step's global statistics cost in collectives.
 
-``measure`` starts the ranks; ``python -m benchmarks.collective RANK WORLD FOLDER TOKENS ROUNDS`` is one of them.
+``measure`` starts the ranks; this module run as a script with RANK WORLD FOLDER TOKENS ROUNDS is one of them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.machine import ROOT
-from benchmarks.timing import Figure
+from .timing import Figure
 
 Tensor = torch.Tensor
 SLICES = 4
@@ -33,12 +32,11 @@ TIMEOUT = 120  # seconds
 def measure(world: int = 2, tokens: int = 1 << 16, rounds: int = 20) -> dict[str, Any]:
     """Times of every way to reduce on rank 0, whether each was right, and the bytes that a rank sends."""
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-        environment |= {"OMP_NUM_THREADS": "1"}
+        # what could be imported here can be imported there
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
         ranks = [
             subprocess.Popen(
                 [sys.executable, "-m", __spec__.name, *map(str, (rank, world, folder, tokens, rounds))],
-                cwd=ROOT,
                 env=environment,
             )
             for rank in range(world)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.tables import Table, seconds
+from .tables import Table, seconds
 
 Document = dict[str, Any]
 Key = tuple[str, str, str]  # case, contender, figure

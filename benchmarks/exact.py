@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.inputs import Inputs
 from pyrlstats.layout import clip_thresholds
+
+from .inputs import Inputs
 
 Results = dict[str, list[float]]  # statistic -> one number a slice
 

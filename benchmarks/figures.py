@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables import number
+from .tables import number
 
 Document = dict[str, Any]
 OURS = {"pyrlstats": "#0b6e4f", "pyrlstats, all threads": "#4cb38a", "pyrlstats accumulator": "#0b6e4f"}

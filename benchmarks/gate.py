@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.exact import ABS_LEVELS, ATOL, LEVELS, Exact, Results, Tolerance, relative_error
+from .exact import ABS_LEVELS, ATOL, LEVELS, Exact, Results, Tolerance, relative_error
 
 EXACT = ("n_finite", "n_binned")  # integers
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -39,7 +39,7 @@ def _on_policy(rng: Generator, n: int) -> np.ndarray:
     return np.zeros(n, np.float32)
 
 
-DISTRIBUTIONS = {
+DISTRIBUTIONS: dict[str, Callable[[Generator, int], np.ndarray]] = {
     "zeros": _on_policy,
     "gauss 1e-4": functools.partial(_gauss, sigma=1e-4),
     "gauss 3e-3": functools.partial(_gauss, sigma=3e-3),

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from pyrlstats._build import version
+
 PACKAGES = (
     "numpy",
     "torch",
@@ -26,7 +28,13 @@ PACKAGES = (
     "cupy-cuda13x",
     "cupy",
 )
-ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = Path(__file__).resolve().parent
+
+
+def source_tree() -> Path | None:
+    """Where README.md and docs/ lie beside this suite; None where it was installed without them."""
+    root = PACKAGE.parent
+    return root if (root / "pyproject.toml").is_file() and (root / "README.md").is_file() else None
 
 
 def describe(device: str) -> dict[str, Any]:
@@ -101,21 +109,24 @@ def _engine(device: str) -> str | None:
 
 
 def commit() -> str:
-    """Short hash of the tree that runs, "+" where tracked files of it are changed; "unknown" outside a repository."""
+    """Short hash of the tree that runs, "+" where tracked files of it are changed; else the release, or "unknown"."""
+    root = source_tree()
+    if root is None:
+        return f"of release {version()}"
     try:
-        head = _git("rev-parse", "--short=9", "HEAD")
-        return head + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+        head = _git(root, "rev-parse", "--short=9", "HEAD")
+        return head + ("+" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
 
-def _git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+def _git(root: Path, *arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def command_line() -> str:
     """What was called, without the paths of this machine."""
-    words = ["python -m benchmarks"]
+    words = ["pyrlstats" if Path(sys.argv[0]).name == "pyrlstats" else "python -m benchmarks"]
     arguments = iter(sys.argv[1:])
     for argument in arguments:
         if argument in ("--json", "--commit"):

@@ -1,25 +1,26 @@
 """Committed results rendered into the README and the docs, between markers.
 
-``<!-- benchmarks:NAME -->`` ... ``<!-- /benchmarks:NAME -->``; NAME is one of :data:`SECTIONS`, with ``cpu`` or
-``gpu`` before it, as in ``cpu-headline``.
+``<!-- benchmarks:NAME -->`` ... ``<!-- /benchmarks:NAME -->``; NAME is one of :data:`SECTIONS`.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine, suite, tables
-from benchmarks.machine import ROOT
-from benchmarks.tables import Table
+from . import kernels, machine, suite, tables
+from .tables import Table
 
-RESULTS = ROOT / "benchmarks" / "results"
-TARGETS = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
-MARKED = re.compile(r"(<!-- benchmarks:(cpu|gpu)-([a-z]+) -->\n).*?(<!-- /benchmarks:\2-\3 -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- benchmarks:([a-z-]+) -->\n).*?(<!-- /benchmarks:\2 -->)", re.DOTALL)
 
 Document = dict[str, Any]
+
+
+class NoSourceTree(RuntimeError):
+    """What was asked for is a file of a source tree, and there is none."""
 
 
 def table(given: Table) -> str:
@@ -66,15 +67,64 @@ def everything(document: Document) -> str:
     return "\n\n".join([provenance(document), *map(titled, tables.of_document(document))])
 
 
-SECTIONS: dict[str, Callable[[Document], str]] = {
-    "headline": headline,
-    "machine": provenance,
-    "all": everything,
+def kernels_headline(document: Document) -> str:
+    """The README's table of the GPU kernel."""
+    return f"{table(kernels.rates(document, kernels.HEADLINE))}\n\n{kernels.provenance(document)}"
+
+
+def every_kernel(document: Document) -> str:
+    """Every row of the GPU kernel, and its errors."""
+    parts = (kernels.provenance(document), table(kernels.rates(document)), kernels.accuracy(document))
+    return "\n\n".join(parts)
+
+
+Section = tuple[str, Callable[[Path], Document], Callable[[Document], str]]  # file, how it is read, what is shown
+
+
+def _plain(path: Path) -> Document:
+    document: Document = json.loads(path.read_text())
+    return document
+
+
+SECTIONS: dict[str, Section] = {
+    f"{device}-{name}": (f"{device}.json", suite.load, show)
+    for device in ("cpu", "gpu")
+    for name, show in (("headline", headline), ("machine", provenance), ("all", everything))
 }
+SECTIONS["gpu-kernels-headline"] = ("h100_kernels.json", _plain, kernels_headline)
+SECTIONS["gpu-kernels"] = ("h100_kernels.json", _plain, every_kernel)
 
 
-def render(paths: tuple[Path, ...] = TARGETS, results: Path = RESULTS) -> list[Path]:
-    """Rewrite what lies between the markers of these files from ``cpu.json`` and ``gpu.json``; returns those changed.
+def results_folder() -> Path:
+    """Where the committed results lie.
+
+    Raises:
+        NoSourceTree: the suite was installed without them.
+    """
+    return _tree() / "benchmarks" / "results"
+
+
+def targets() -> tuple[Path, ...]:
+    """The files with markers.
+
+    Raises:
+        NoSourceTree: the suite was installed without them.
+    """
+    return _tree() / "README.md", _tree() / "docs" / "benchmarks.md"
+
+
+def _tree() -> Path:
+    root = machine.source_tree()
+    if root is None:
+        raise NoSourceTree(
+            "README.md, docs/ and the committed results are files of a source tree, and this suite was installed "
+            "without one: run python -m benchmarks in a checkout; --json writes a result anywhere"
+        )
+    return root
+
+
+def render(paths: tuple[Path, ...], results: Path) -> list[Path]:
+    """Rewrite what lies between the markers of these files from the results in a folder; returns those changed.
 
     Raises:
         ValueError: a marker that names no section.
@@ -86,11 +136,12 @@ def render(paths: tuple[Path, ...] = TARGETS, results: Path = RESULTS) -> list[P
         text = path.read_text()
 
         def section(match: re.Match[str]) -> str:
-            source = results / f"{match[2]}.json"
-            if match[3] not in SECTIONS:
-                raise ValueError(f"{match[3]!r} must be one of {', '.join(SECTIONS)}")
-            body = SECTIONS[match[3]](suite.load(source)) if source.exists() else "*No run is committed yet.*"
-            return f"{match[1]}{body}\n{match[4]}"
+            if match[2] not in SECTIONS:
+                raise ValueError(f"{match[2]!r} must be one of {', '.join(SECTIONS)}")
+            file, load, show = SECTIONS[match[2]]
+            source = results / file
+            body = show(load(source)) if source.exists() else "*No run is committed yet.*"
+            return f"{match[1]}{body}\n{match[3]}"
 
         rendered = MARKED.sub(section, text)
         if rendered != text:

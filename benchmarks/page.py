@@ -6,7 +6,7 @@ import base64
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine, tables
+from . import machine, tables
 
 TEMPLATE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>pyrlstats benchmarks</title><style>

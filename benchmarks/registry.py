@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from benchmarks.contenders import ALL
-from benchmarks.inputs import Spec
 from pyrlstats import Layout
+
+from .contenders import ALL
+from .inputs import Spec
 
 K, M, G = 1 << 10, 1 << 20, 1 << 30
 

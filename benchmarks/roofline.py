@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.inputs import Inputs
+from .inputs import Inputs
 
 CHUNK = 1 << 17  # words: 1 MiB
 
@@ -60,7 +60,7 @@ def _torch(given: Inputs) -> list[torch.Tensor]:
 def readers(device: str, threads: int) -> list[Reader]:
     """Every reader that runs here with so many threads (and, on a CPU, with one)."""
     if device == "cuda":
-        from benchmarks import roofline_cuda
+        from . import roofline_cuda
 
         return [Reader("read, torch", None, _torch), Reader("read, Triton", None, roofline_cuda.read)]
     found = [Reader("read, 1 thread (NumPy)", 1, _numpy_one)]

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from benchmarks.inputs import Inputs
+from .inputs import Inputs
 
 BLOCK = 4096
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from benchmarks import gate, memory, roofline, timing
-from benchmarks.contenders import ALL, Contender
-from benchmarks.exact import Exact, errors, exact
-from benchmarks.inputs import BASE, Inputs, pool
-from benchmarks.machine import last_level_cache
-from benchmarks.registry import Case
-from benchmarks.roofline import Reader
-from benchmarks.timing import GPU_CACHE, Figure, Runner
+from . import gate, memory, roofline, timing
+from .contenders import ALL, Contender
+from .exact import Exact, errors, exact
+from .inputs import BASE, Inputs, pool
+from .machine import last_level_cache
+from .registry import Case
+from .roofline import Reader
+from .timing import GPU_CACHE, Figure, Runner
 
 MOST_INPUTS = 1024
 SMALL = 1 << 15  # tokens

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from benchmarks import collective, machine, training_step
-from benchmarks.registry import Case, cases
-from benchmarks.run import Ceilings, run_case
-from benchmarks.timing import in_words
+from . import collective, machine, training_step
+from .registry import Case, cases
+from .run import Ceilings, run_case
+from .timing import in_words
 
 SCHEMA = 1
 TIME_LIMIT = {("cpu", True): 105.0, ("cpu", False): 1500.0, ("cuda", True): 100.0, ("cuda", False): 230.0}  # seconds

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as RichTable
 
-from benchmarks import machine, tables
-from benchmarks.tables import Table
+from . import machine, tables
+from .tables import Table
 
 
 def print_table(console: Console, table: Table) -> None:

@@ -9,12 +9,11 @@ import dataclasses
 from functools import cache
 
 import pytest
-
-from benchmarks import gate
-from benchmarks.contenders import ALL
-from benchmarks.exact import Exact, exact
-from benchmarks.inputs import Inputs, pool
-from benchmarks.registry import Case, cases
+from pyrlstats.benchmarks import gate
+from pyrlstats.benchmarks.contenders import ALL
+from pyrlstats.benchmarks.exact import Exact, exact
+from pyrlstats.benchmarks.inputs import Inputs, pool
+from pyrlstats.benchmarks.registry import Case, cases
 
 TOKENS = 1 << 16
 MAIN = {

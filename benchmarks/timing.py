@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.inputs import Inputs
+from .inputs import Inputs
 
 SHORTEST = 2e-4  # seconds a sample: quicker calls are repeated
 MOST_SAMPLES = 60

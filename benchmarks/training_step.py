@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import pyrlstats
-from benchmarks.contenders.torch_eager import moments, quantiles_by_quantile
-from benchmarks.timing import Figure
+
+from .contenders.torch_eager import moments, quantiles_by_quantile
+from .timing import Figure
 
 Tensor = torch.Tensor
 PLAIN, AGAIN = "no statistics", "no statistics, again"
@@ -67,7 +68,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows, columns, width = x.shape
         parts = self.qkv(self.norms[0](x)).view(rows, columns, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(*parts, is_causal=True)
+        query, key, value = parts
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(rows, columns, width))
         return x + self.feed(self.norms[1](x))
 

@@ -1,4 +1,4 @@
-"""The command line: ``pyrlstats --version``, ``info``, ``demo``, and the commands over recorded runs.
+"""The command line: ``pyrlstats --version``, ``info``, ``demo``, ``bench``, and the commands over recorded runs.
 
 A further command is a function with typer's annotations in a module that is light to import, and one line in
 :func:`build_app`.
@@ -6,6 +6,7 @@ A further command is a function with typer's annotations in a module that is lig
 
 from __future__ import annotations
 
+import importlib
 import json
 from typing import TYPE_CHECKING, Annotated
 
@@ -47,6 +48,16 @@ def build_app() -> typer.Typer:
     app.command()(info)
     app.command()(demo)
     add_commands(app)
+    app.add_typer(_bench(), name="bench")
+    return app
+
+
+def _bench() -> typer.Typer:
+    try:
+        suite = importlib.import_module("pyrlstats.benchmarks.cli")
+    except ModuleNotFoundError:  # straight from a source tree it lies beside the package
+        suite = importlib.import_module("benchmarks.cli")
+    app: typer.Typer = suite.app
     return app
 
 

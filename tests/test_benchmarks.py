@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,24 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:
-    sys.path.append(str(ROOT))  # behind everything: an installed pyrlstats stays the one that is tested
+from pyrlstats.benchmarks import (  # noqa: E402
+    compare,
+    gate,
+    kernels,
+    machine,
+    markdown,
+    memory,
+    registry,
+    roofline,
+    run,
+    suite,
+    tables,
+)
+from pyrlstats.benchmarks.contenders import ALL  # noqa: E402
+from pyrlstats.benchmarks.exact import STATISTICS, Tolerance, errors, exact  # noqa: E402
+from pyrlstats.benchmarks.inputs import BASE, DISTRIBUTIONS, Inputs, Spec, pool  # noqa: E402
+from pyrlstats.benchmarks.registry import Case  # noqa: E402
 
-from benchmarks import compare, gate, markdown, memory, registry, roofline, run, suite, tables  # noqa: E402
-from benchmarks.contenders import ALL  # noqa: E402
-from benchmarks.exact import STATISTICS, Tolerance, errors, exact  # noqa: E402
-from benchmarks.inputs import BASE, DISTRIBUTIONS, Inputs, Spec, pool  # noqa: E402
-from benchmarks.registry import Case  # noqa: E402
 from pyrlstats import Layout, reference  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of contenders, about empty slices and the like
@@ -112,6 +120,17 @@ class TestGate:
             assert (gate.check({name: [value]}, answer, Tolerance()) is None) == right, (name, value)
         assert gate.check({"ess_fraction": []}, answer, Tolerance()) is not None
 
+    def test_sketches_are_held_to_what_their_library_states(self) -> None:
+        datasketches = pytest.importorskip("datasketches")
+        for k in (200, 2000):
+            stated = datasketches.kll_floats_sketch.get_normalized_rank_error(k, False)
+            assert ALL[f"DataSketches KLL, k={k}"].tolerance.rank == pytest.approx(stated, rel=3e-3)
+        sketch = datasketches.req_floats_sketch(50, True)
+        sketch.update(np.random.default_rng(0).normal(size=1 << 20).astype(np.float32))
+        for q in (0.5, 0.99, 0.999):
+            stated = (sketch.get_rank_upper_bound(q, 3) - q) / (1.0 - q)
+            assert ALL["DataSketches REQ, k=50"].tolerance.tail == pytest.approx(stated, rel=3e-3)
+
     def test_a_rank_tolerance_admits_the_order_statistics_of_these_ranks(self) -> None:
         ordered = np.arange(1000.0)
         assert gate.order_statistics(ordered, 0.99) == (988.0, 990.0)
@@ -154,7 +173,7 @@ class TestInputs:
         assert all(map(torch.equal, first.members(), again.members()))
 
     def test_long_ones_repeat_the_base(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("benchmarks.inputs.BASE", 1 << 14)
+        monkeypatch.setattr("pyrlstats.benchmarks.inputs.BASE", 1 << 14)
         pool.cache_clear()
         inputs = inputs_of(Spec(1), 1 << 16)
         head, times = inputs.head()
@@ -244,8 +263,6 @@ class TestDocument:
         assert all(fraction > 0 for fraction in fractions)
 
     def test_names_the_machine(self, document: suite.Document) -> None:
-        from benchmarks import machine
-
         line = machine.line(document["machine"])
         assert torch.__version__ in line
         assert "commit" in line
@@ -263,20 +280,25 @@ class TestDocument:
         pytest.importorskip("jinja2")
         typer = pytest.importorskip("typer.testing")
         pytest.importorskip("rich")
-        from benchmarks.cli import app
+        from pyrlstats.cli import build_app
 
+        app = build_app()
         path = tmp_path / "result.json"
         suite.save(document, path)
         assert suite.load(path) == document
-        shown = typer.CliRunner().invoke(app, ["show", str(path)])
+        shown = typer.CliRunner().invoke(app, ["bench", "show", str(path)])
         assert shown.exit_code == 0, shown.output
         assert "trainer: logspace histogram: wrong" in shown.output
         assert path.with_suffix(".png").stat().st_size > 10_000
         page = path.with_suffix(".html").read_text()
         assert "log_ratio_p99 is 0.07" in page
-        compared = typer.CliRunner().invoke(app, ["compare", str(path), str(path)])
+        compared = typer.CliRunner().invoke(app, ["bench", "compare", str(path), str(path)])
         assert compared.exit_code == 0, compared.output
         assert "1.000" in compared.output
+        path.write_text("{}")
+        refused = typer.CliRunner().invoke(app, ["bench", "compare", str(path), str(tmp_path / "missing.json")])
+        assert refused.exit_code == 1
+        assert "is no result of this suite" in refused.output
 
     def test_another_schema_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "old.json").write_text('{"schema": 0}')
@@ -331,15 +353,54 @@ class TestMarkdown:
     ) -> None:
         pytest.importorskip("matplotlib")
         typer = pytest.importorskip("typer.testing")
-        from benchmarks.cli import app
+        from pyrlstats.benchmarks.cli import app
 
         suite.save(document, tmp_path / "cpu.json")
         (tmp_path / "kernels.json").write_text("[]")  # of another benchmark
-        monkeypatch.setattr(markdown, "RESULTS", tmp_path)
-        monkeypatch.setattr(markdown, "render", lambda: [])
+        monkeypatch.setattr(markdown, "results_folder", lambda: tmp_path)
+        monkeypatch.setattr(markdown, "targets", lambda: ())
         rendered = typer.CliRunner().invoke(app, ["render"])
         assert rendered.exit_code == 0, rendered.output
         assert sorted(path.name for path in tmp_path.glob("*.png")) == ["cpu.png"]
+
+    def test_kernel_rates_come_from_their_results(self, tmp_path: Path) -> None:
+        machine = {"gpu": "some GPU", "python": "3.12", "torch": "2.11", "triton": "3.6"}
+        rows = [
+            {"case": name, "gtok_s": 100.0 + index, "gb_s": 900.0, "of_R": 0.5}
+            for index, name in enumerate((*kernels.HEADLINE, "another"))
+        ]
+        accuracy = [{"case": "gauss", **dict.fromkeys(("near_x", "near_x2", "far_x", "far_x2"), 1e-15), "far_w": 2e-8}]
+        result = {"machine": machine, "rows": rows, "accuracy": accuracy, "commit": "abc", "command": "measure"}
+        (tmp_path / "h100_kernels.json").write_text(json.dumps(result))
+        page = tmp_path / "page.md"
+        marks = "<!-- benchmarks:{0} -->\n<!-- /benchmarks:{0} -->\n"
+        page.write_text(marks.format("gpu-kernels-headline") + marks.format("gpu-kernels"))
+        markdown.render((page,), tmp_path)
+        few, every = page.read_text().split("<!-- /benchmarks:gpu-kernels-headline -->")
+        assert "| f32, 4 bool masks | 102 | 900 | 50% |" in few
+        assert "another" not in few
+        assert "| another | 108 | 900 | 50% |" in every
+        assert "within 1.0e-15 of float64 ones, all others within 2.0e-08" in every
+
+    @pytest.mark.parametrize("name", ["README.md", "docs/benchmarks.md"])
+    def test_committed_pages_are_rendered_from_committed_results(self, name: str, tmp_path: Path) -> None:
+        root = Path(__file__).resolve().parents[1]
+        copy = tmp_path / "page.md"
+        copy.write_text((root / name).read_text())
+        assert "<!-- benchmarks:cpu-" in copy.read_text()
+        assert markdown.render((copy,), root / "benchmarks" / "results") == []
+
+    @pytest.mark.parametrize("arguments", [["render"], ["--readme"]])
+    def test_needs_a_source_tree_and_says_so_before_it_measures(
+        self, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        typer = pytest.importorskip("typer.testing")
+        cli = pytest.importorskip("pyrlstats.cli")
+        monkeypatch.setattr(machine, "source_tree", lambda: None)
+        monkeypatch.setattr(suite, "run", lambda *_, **__: pytest.fail("measured"))
+        said = typer.CliRunner().invoke(cli.build_app(), ["bench", *arguments])
+        assert said.exit_code == 1
+        assert "installed without one: run python -m benchmarks in a checkout" in said.output
 
     def test_unknown_sections_are_refused(self, tmp_path: Path) -> None:
         page = tmp_path / "page.md"
@@ -382,7 +443,7 @@ def test_seconds_have_three_digits(value: float | None, text: str) -> None:
 
 
 def test_training_step_measures_every_variant() -> None:
-    from benchmarks import training_step
+    from pyrlstats.benchmarks import training_step
 
     size = training_step.Size(16, 1, 2, 32, 4, 128, 2, 2, torch.float32)
     measured = training_step.measure("cpu", size=size)
@@ -398,7 +459,7 @@ def test_training_step_measures_every_variant() -> None:
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 def test_collectives_agree() -> None:
-    from benchmarks import collective
+    from pyrlstats.benchmarks import collective
 
     rows = {row["contender"]: row for row in collective.measure(tokens=4096, rounds=2)["rows"]}
     assert rows["pyrlstats all_reduce"]["status"] == "ok"

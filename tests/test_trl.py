@@ -6,6 +6,7 @@ import importlib
 import logging
 import math
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import torch
 
 from pyrlstats import SliceStats, slice_stats
 from pyrlstats.integrations.trl import RATIOS, Family, attach
+from pyrlstats.sinks import read_jsonl
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -504,6 +506,36 @@ def test_other_trainers_are_refused() -> None:
         attach(older)
 
 
+# -- the page and the example -----------------------------------------------------------------------------------------
+
+
+def test_the_code_of_the_page_runs(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[1] / "docs" / "trl.md").read_text()
+    exec(compile("\n".join(re.findall(r"```python\n(.*?)```", page, re.S)), "trl.md", "exec"), {})
+
+
+def test_the_example_streams_to_its_files(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    monkeypatch.setattr(sys, "argv", ["trl_grpo_tool.py", "--out", str(tmp_path), "--steps", "3"])
+    run.example.main()
+    assert "post_tool" in capsys.readouterr().out
+    lines = read_jsonl(tmp_path / "rl.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    (events,) = (tmp_path / "runs").rglob("events.*")
+    board = accumulator.EventAccumulator(str(events), size_guidance={"scalars": 0}).Reload()
+    for statistic in ("n_tokens", "abs_log_ratio_p99", "ess_fraction"):  # TRL's own TensorBoard, and our file
+        scalars = board.Scalars(f"train/rl/learner_vs_old/post_tool/{statistic}")
+        ours = [line[f"train/learner_vs_old/post_tool/{statistic}"] for line in lines]
+        assert [one.value for one in scalars] == pytest.approx(ours, rel=1e-6)
+    assert {"train/loss", "train/reward"} <= set(board.Tags()["scalars"])
+    histograms = accumulator.EventAccumulator(str(tmp_path / "histograms"), size_guidance={"histograms": 0}).Reload()
+    (first, *_) = histograms.Histograms("train/learner_vs_old/post_tool/log_ratio")
+    assert first.histogram_value.num == lines[0]["train/learner_vs_old/post_tool/n_tokens"]
+
+
 # -- RLOO and AsyncGRPO -----------------------------------------------------------------------------------------------
 
 
@@ -604,6 +636,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     finally:
         for process in processes:
             process.kill()
+            process.communicate()
     return [torch.load(folder / f"rank_{rank}.pt", weights_only=False) for rank in range(2)]
 
 

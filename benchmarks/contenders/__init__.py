@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from benchmarks.contenders import cupy, histograms, numpy_exact, ours, sketches, streaming, torch_eager, trainers
-from benchmarks.contenders.contender import Contender
+from . import cupy, histograms, numpy_exact, ours, sketches, streaming, torch_eager, trainers
+from .contender import Contender
 
 ALL: dict[str, Contender] = {
     contender.name: contender

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.exact import Results, Tolerance
-from benchmarks.inputs import Inputs
+from ..exact import Results, Tolerance
+from ..inputs import Inputs
 
 DEFAULT = Tolerance()
 GPU_SPEED = 32  # times what a CPU is given

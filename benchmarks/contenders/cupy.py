@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.contenders.contender import Collect, Contender, Launch
-from benchmarks.contenders.histograms import BINS, TINY, results_of
-from benchmarks.exact import ABS_LEVELS, Results
-from benchmarks.inputs import Inputs
+from ..exact import ABS_LEVELS, Results
+from ..inputs import Inputs
+from .contender import Collect, Contender, Launch
+from .histograms import BINS, TINY, results_of
 
 
 def _selected(given: Inputs) -> list[Any]:

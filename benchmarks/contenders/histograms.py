@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.contenders.contender import Collect, Contender, Launch, identity
-from benchmarks.contenders.numpy_exact import DTYPES, selected
-from benchmarks.exact import ABS_LEVELS, Results
-from benchmarks.inputs import Inputs
+from ..exact import ABS_LEVELS, Results
+from ..inputs import Inputs
+from .contender import Collect, Contender, Launch, identity
+from .numpy_exact import DTYPES, selected
 
 BINS = 2048
 TINY = 1e-6  # the range where every value is 0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmarks.contenders.contender import Collect, Contender, Launch, identity
-from benchmarks.exact import ABS_LEVELS, MOMENTS, Results
-from benchmarks.inputs import Inputs
+from ..exact import ABS_LEVELS, MOMENTS, Results
+from ..inputs import Inputs
+from .contender import Collect, Contender, Launch, identity
 
 DTYPES = ("float32", "float16", "float64")
 

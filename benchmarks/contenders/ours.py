@@ -6,9 +6,10 @@ import os
 from typing import Any
 
 import pyrlstats
-from benchmarks.contenders.contender import Collect, Contender, Launch
-from benchmarks.exact import CLIP, LEVELS, MOMENTS, Results, Tolerance
-from benchmarks.inputs import Inputs
+
+from ..exact import CLIP, LEVELS, MOMENTS, Results, Tolerance
+from ..inputs import Inputs
+from .contender import Collect, Contender, Launch
 
 TOLERANCE = Tolerance(value=2.0**-5, moments=1e-6)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 import pyrlstats
-from benchmarks.contenders.contender import Collect, Contender, Launch, identity
-from benchmarks.contenders.ours import TOLERANCE, results_of
-from benchmarks.contenders.torch_eager import columns, moments, quantiles_by_quantile
-from benchmarks.exact import ABS_LEVELS, CLIP, MOMENTS, Results
-from benchmarks.inputs import Inputs
+
+from ..exact import ABS_LEVELS, CLIP, MOMENTS, Results
+from ..inputs import Inputs
+from .contender import Collect, Contender, Launch, identity
+from .ours import TOLERANCE, results_of
+from .torch_eager import columns, moments, quantiles_by_quantile
 
 Tensor = torch.Tensor
 

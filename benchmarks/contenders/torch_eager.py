@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.contenders.contender import Collect, Contender, Launch
-from benchmarks.exact import ABS_LEVELS, MOMENTS, Results
-from benchmarks.inputs import Inputs
+from ..exact import ABS_LEVELS, MOMENTS, Results
+from ..inputs import Inputs
+from .contender import Collect, Contender, Launch
 
 Tensor = torch.Tensor
 SMALL = ("n_finite", *MOMENTS[1:])

@@ -6,10 +6,10 @@ import math
 
 import torch
 
-from benchmarks.contenders.contender import Collect, Contender, Launch
-from benchmarks.contenders.torch_eager import columns
-from benchmarks.exact import ABS_LEVELS, Results
-from benchmarks.inputs import Inputs
+from ..exact import ABS_LEVELS, Results
+from ..inputs import Inputs
+from .contender import Collect, Contender, Launch
+from .torch_eager import columns
 
 Tensor = torch.Tensor
 RATIO_EDGES = 257  # from 1e-4 to 1e4: 32 a decade, 7.5 % each

@@ -6,7 +6,6 @@ from typing import Any
 
 from pyrlstats.integrations._pairs import PairAccumulator
 from pyrlstats.integrations._summed import MicroBatchSums
-from pyrlstats.integrations.sums import as_floats
 from pyrlstats.slices import tool_slices
 
 PAIRS = ("learner_old", "learner_rollout", "old_rollout")
@@ -61,4 +60,4 @@ class WithSums:
                 if new in columns and old in columns:
                     accumulator.update(pair, columns[new], columns[old], where)
 
-        return loss, {**metrics, **as_floats(self._sums(count))}
+        return loss, {**metrics, **self._sums(count)}

@@ -106,8 +106,7 @@ def with_sums(
                 PAIRS[0], inputs.trainer_logprobs, inputs.inference_logprobs, tool_slices(inputs.loss_mask)
             )
         )
-        device = inputs.trainer_logprobs.device
-        outputs.metrics.update({key: torch.as_tensor(one, device=device) for key, one in found.items()})
+        outputs.metrics.update({key: torch.tensor(one, dtype=torch.float64) for key, one in found.items()})
         return outputs
 
     return watched

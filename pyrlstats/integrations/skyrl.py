@@ -10,7 +10,6 @@ import torch
 
 from pyrlstats.integrations._pairs import PairAccumulator
 from pyrlstats.integrations._summed import MicroBatchSums
-from pyrlstats.integrations.sums import as_floats
 from pyrlstats.slices import tool_slices
 
 PAIRS = ("learner_old", "learner_rollout", "old_rollout")
@@ -54,6 +53,6 @@ def with_sums(
                 accumulator.update("learner_rollout", log_probs, rollout_logprobs, where)
                 accumulator.update("old_rollout", old_log_probs, rollout_logprobs, where)
 
-        return value, {**metrics, **as_floats(sums(count))}
+        return value, {**metrics, **sums(count)}
 
     return loss

@@ -107,8 +107,8 @@ def with_sums(
 
     slime adds reported values up over micro-batches and ranks and divides all of them by one number: ratios of these
     sums are the pooled statistics, ``from_sums(logged, "train/log_ratio/")``, or any two series divided in a dashboard.
-    It adds no collective; slime reads each value to the host by itself, though, so :class:`Monitor` costs less and
-    gives more (quantiles, extrema, counts).
+    It adds no collective, and one copy to the host a micro-batch; :class:`Monitor` copies once a step, and gives more
+    (quantiles, extrema, counts).
 
     The pair is ``train_rollout``: ``batch["log_probs"]`` against ``batch["rollout_log_probs"]``; without one of them
     the sums are 0, and the statistics NaN.
@@ -131,8 +131,9 @@ def with_sums(
                 lengths = (batch.get("total_lengths"), batch.get("response_lengths"))
                 count(accumulator, train, rollout, _own(batch["loss_masks"], *lengths, slice_mask))
 
-        found = sums(count_batch)
-        return value, {**reported, **{key: torch.as_tensor(one, device=logits.device) for key, one in found.items()}}
+        # as float64 they make slime's tensor of values float64: counts stay exact
+        found = {key: torch.tensor(one, dtype=torch.float64) for key, one in sums(count_batch).items()}
+        return value, {**reported, **found}
 
     return loss
 

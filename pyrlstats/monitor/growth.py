@@ -1,7 +1,8 @@
 """Growth of a slice against its baseline, and that of the others beside it: what moved, how fast, and what did not.
 
 A slice is in trouble when the score of any of its signals passes the threshold of its false-alarm rate. It is a reason
-to stop when a signal of the policy update has doubled, passes the threshold of the stricter rate, and still rises.
+to stop when one of them passes the threshold of the stricter rate, is as many times its baseline as Signal.stop says,
+and still rises.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from pyrlstats import quantiles
 from pyrlstats.distances import tail_ratio
@@ -27,7 +28,7 @@ Floats = NDArray[np.float64]
 
 WINDOW, LEAST_WINDOW = 100, 30  # observed steps of the slope
 LEAST_GROWTH = math.log(1.1)  # less is not worth a word
-STOP_GROWTH = math.log(2.0)
+STOP_GROWTH = np.log([signal.stop for signal in SIGNALS])
 RISING = 2.0  # standard errors of the slope
 FLAT = 3.0  # a score below it is noise
 _LEVELS = (0.5, 0.99, 0.999, 0.9999)
@@ -54,7 +55,7 @@ class Limits:
         return cls(warning, np.maximum(threshold(false_stops / family, baseline.n, baseline.rho), warning))
 
 
-def grown(drift: Drift, limit: Floats, least: float) -> NDArray[np.bool_]:
+def grown(drift: Drift, limit: Floats, least: ArrayLike) -> NDArray[np.bool_]:
     """Where the score passes the limit and the growth is large enough to matter, (..., K)."""
     return np.asarray((drift.score() > limit) & (drift.deviation > least))
 
@@ -100,7 +101,7 @@ def growth(scene: Scene) -> Iterator[Finding]:
     shape = (len(scene.names), len(SIGNALS))
     score, excess = scene.drift.score().reshape(shape), scene.drift.score() / scene.limits.warning
     begun = grown(scene.drift, scene.limits.warning, LEAST_GROWTH).reshape(shape)
-    goes_on = (excess > 0.5).reshape(shape).any(1)
+    goes_on = np.asarray(excess > 0.5).reshape(shape).any(1)
     for row, name in enumerate(scene.names):
         if begun[row].any():
             yield Finding(f"growth:{name}", _alert(scene, row, np.where(begun[row], score[row], -np.inf)))
@@ -112,9 +113,9 @@ def _alert(scene: Scene, row: int, scores: Floats) -> Alert:
     name, width = scene.names[row], len(SIGNALS)
     strongest = int(np.argmax(scores))
     level: Level = "warning"
-    stop = grown(scene.drift, scene.limits.stop, STOP_GROWTH)[row * width :][:width]
+    stop = grown(scene.drift, scene.limits.stop, np.tile(STOP_GROWTH, len(scene.names)))[row * width :][:width]
     for column in np.argsort(-scores):
-        if stop[column] and SIGNALS[column].link == "policy update":
+        if stop[column]:
             rate, error = slope(scene, row * width + int(column))
             if rate > RISING * error:
                 level, strongest = "stop", int(column)

@@ -205,11 +205,13 @@ class RuleSet:
         rules: with distinct names.
         signals: canonical scalar names and their aliases.
         constants: values of scalars that the run does not log, such as ``kl_target``.
+        own: names of the rules that came from files.
     """
 
     rules: tuple[Rule, ...]
     signals: Mapping[str, Signal]
     constants: Mapping[str, float]
+    own: frozenset[str] = frozenset()
 
     def aliases(self) -> Aliases:
         """Finds a scalar under the names trainers use."""
@@ -248,6 +250,7 @@ def load_rules(*paths: str | Path, builtin: bool = True) -> RuleSet:
         for entry in sorted(folder.iterdir(), key=lambda each: each.name):
             if entry.name.endswith(".toml"):
                 documents.append((entry.name, _validate(entry.name, _parse_toml(entry.name, entry.read_bytes()))))
+    shipped = len(documents)
     for path in paths:
         try:
             documents.append((str(path), _validate(str(path), _read(Path(path)))))
@@ -273,7 +276,8 @@ def load_rules(*paths: str | Path, builtin: bool = True) -> RuleSet:
         constants.update(document.constants)
     if complaints:
         raise RuleError("\n".join(complaints))
-    return RuleSet(tuple(rules.values()), signals, constants)
+    own = frozenset(rule.name for _, document in documents[shipped:] for rule in document.rules)
+    return RuleSet(tuple(rules.values()), signals, constants, own & frozenset(rules))
 
 
 def _read(path: Path) -> Any:

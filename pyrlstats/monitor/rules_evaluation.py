@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pyrlstats.monitor.alerts import Alert, History
-from pyrlstats.monitor.rules import Condition, Rule, RuleSet
+from pyrlstats.monitor.monitor import _rank
+from pyrlstats.monitor.rules import Condition, Rule, RuleSet, load_rules
 from pyrlstats.monitor.rules_measures import Floats, at_end, holds, measured
-from pyrlstats.monitor.rules_names import DERIVED, nearest, split_key
+from pyrlstats.monitor.rules_names import DERIVED, is_statistic, nearest, split_key
 
-NOTICE_AFTER = 20  # steps after which a signal that never came is said to be missing
+NOTICE_AFTER = 200  # steps after which a signal that never came is said to be missing
+SPREAD = "spread of the warm-up"  # what robust_z needs of a history
 LONGEST = 4096  # steps that are looked back at most, where a signal comes rarely
 
 
+_log = logging.getLogger("pyrlstats.monitor")
+
+
 class RuleBook:
-    """Rules that the monitor asks once a step.
+    """Rules that the monitor asks once a step: ``Monitor(folder, RuleBook.load("my_rules.toml"))``.
 
     The pace of a rule is that of its rarest signal: an evaluation logged every 100 steps counts once in 100 steps, and
     between two of them the rule holds if it held at the last. What is missing, or NaN, is counted; it neither makes a
     rule hold nor clears it.
+
+    After 200 steps it logs once, by the logger "pyrlstats.monitor" of rank 0, which rules have nothing to look at.
 
     Args:
         rules: from :func:`pyrlstats.monitor.rules.load_rules`.
@@ -45,6 +54,11 @@ class RuleBook:
         self._told = False
         self._presence = Presence()
         self._held: dict[tuple[str, str | None], tuple[int, Alert]] = {}
+
+    @classmethod
+    def load(cls, *paths: str | Path, builtin: bool = True) -> RuleBook:
+        """The built-in rules and those of files; raises as :func:`pyrlstats.monitor.rules.load_rules` does."""
+        return cls(load_rules(*paths, builtin=builtin))
 
     def evaluate(self, step: int, signals: Mapping[str, float], history: History) -> list[Alert]:
         """An alert for each rule that holds at this step, or held less than its ``cool_down`` steps ago.
@@ -65,13 +79,17 @@ class RuleBook:
         self._presence.add(step, signals, self._known[1])
         alerts = []
         for bound in self._known[1]:
-            if bound.absent:
-                counts = self.missing.setdefault(bound.rule.name, Counter())
-                counts.update(bound.absent)
+            absent = bound.absent or bound.unknown(history)
+            if absent:
+                self.missing.setdefault(bound.rule.name, Counter()).update(absent)
                 continue
             alert = self._ask(bound, step, history)
             if alert is not None:
                 alerts.append(alert)
+        if self._steps == NOTICE_AFTER and _rank() == 0:
+            own = any(name in self.rules.own for name in self.missing)
+            for notice in self.notices():
+                _log.log(logging.WARNING if own else logging.INFO, "%s", notice)
         return alerts
 
     def _ask(self, bound: Bound, step: int, history: History) -> Alert | None:
@@ -98,7 +116,9 @@ class RuleBook:
         if self._told or not self._steps or (self._steps < NOTICE_AFTER and not at_end):
             return []
         self._told = True
-        return self._names.unheard(self._known[1] if self._known else [], self._seen)
+        found = self._names.unheard(self._known[1] if self._known else [], self._seen)
+        unknown = sorted(name for name, counts in self.missing.items() if SPREAD in counts)
+        return [*found, *([f"{', '.join(unknown)}: this monitor keeps no {SPREAD}, use ratio"] if unknown else [])]
 
 
 def signals_needed(rules: RuleSet) -> tuple[str, ...]:
@@ -235,6 +255,11 @@ class Bound:
     signals: tuple[Signal, ...]
     tokens: Source | None
     absent: tuple[str, ...]
+
+    def unknown(self, history: History) -> tuple[str, ...]:
+        """What the rule needs and this history does not keep."""
+        needs = any(signal.condition.measure == "robust_z" for signal in self.signals)
+        return (SPREAD,) if needs and not hasattr(history, "spread") else ()
 
     def held(self, step: int, history: History, presence: Presence) -> list[dict[str, Any]] | None:
         """The evidence, if the rule holds at the last observation of its rarest signal, as often as it asks for."""
@@ -485,14 +510,19 @@ class Names:
             return []
         names = sorted({bound.rule.name for bound in silent})
         scalars = [key for key in keys if split_key(key) is None]
-        signals = [
-            signal if signal in self._aliases.known() or "/" in signal else f"{signal}{nearest(signal, scalars)}"
+        signals = dict.fromkeys(
+            signal if signal in self._aliases.known() else _of_all(signal) or f"{signal}{nearest(signal, scalars)}"
             for signal in sorted({signal for bound in silent for signal in bound.absent})
-        ]
+        )
         return [
             f"{len(names)} of {len(self._rules.rules)} rules have nothing to look at ({', '.join(names)}): "
             f"this run has no {', '.join(signals)}"
         ]
+
+
+def _of_all(signal: str) -> str:
+    """The statistic of a slice's signal, "" of a scalar: what is missing is missing in every slice."""
+    return signal.rsplit("/", 1)[1] if "/" in signal and is_statistic(signal.rsplit("/", 1)[1]) else ""
 
 
 def _slices_of(rule: Rule, slices: Sequence[str]) -> list[str | None]:

@@ -31,21 +31,24 @@ class Signal:
         label: for people.
         link: of the loop, that growth of it speaks of.
         count: it is a share of few tokens: log((k + 1/2) / (n + 1)), whose noise is at least that of counting.
+        stop: how many times its baseline it is where the run should stop, if it still rises; infinite where never.
     """
 
     key: str
     label: str
     link: str = "policy update"
     count: bool = False
+    stop: float = math.inf
 
 
+# a log-ratio twice as large is four times the KL and the variance of the weights
 SIGNALS = (
-    Signal("abs_log_ratio_p99_9", "tail (p99.9 of |log-ratio|)"),
-    Signal("abs_log_ratio_p99_99", "far tail (p99.99 of |log-ratio|)"),
-    Signal("tail_mass", "tail mass (beyond the baseline's p99.9)", count=True),
-    Signal("chi2", "weight concentration (1/ESS - 1)"),
-    Signal("kl_k3", "KL k3"),
-    Signal("clip_fraction", "clip fraction", count=True),
+    Signal("abs_log_ratio_p99_9", "tail (p99.9 of |log-ratio|)", stop=2.0),
+    Signal("abs_log_ratio_p99_99", "far tail (p99.99 of |log-ratio|)", stop=2.0),
+    Signal("tail_mass", "tail mass (beyond the baseline's p99.9)", count=True, stop=4.0),
+    Signal("chi2", "weight concentration (1/ESS - 1)", stop=4.0),
+    Signal("kl_k3", "KL k3", stop=4.0),
+    Signal("clip_fraction", "clip fraction", count=True, stop=4.0),
     Signal("ks_to_baseline", "distance of the CDF to the baseline"),
     Signal("zero_fraction", "share of equal log-probabilities", "numerics", count=True),
     Signal("nonzero_fraction", "share of unequal log-probabilities", "numerics", count=True),

@@ -25,7 +25,7 @@ from pyrlstats.monitor.signals import against
 from pyrlstats.slice_stats import SliceStats
 from pyrlstats.state import State
 
-Make = tuple[tuple[str, ...], Layout, tuple[float, float]]
+Make = tuple[tuple[str, ...], Layout, tuple[float, ...]]
 
 
 class Watcher:

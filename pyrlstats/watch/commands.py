@@ -172,7 +172,7 @@ def replay(
     import json
 
     from rich.console import Console
-    from rich.table import Table
+    from rich.padding import Padding
 
     from pyrlstats.watch.judging import ask_rules, warmup_of
     from pyrlstats.watch.summary import counted, span
@@ -186,13 +186,10 @@ def replay(
             typer.echo(json.dumps(alert.to_json(), allow_nan=False))
     else:
         console = Console()
-        table = Table(box=None, padding=(0, 1), show_header=False)
         for alert in found.alerts:
-            table.add_row(
-                f"step {alert.step:,}", f"[{STYLES[alert.level]}]{alert.level}[/]", alert.name, _plain(alert.message)
-            )
-        if found.alerts:
-            console.print(table)
+            level = f"[{STYLES[alert.level]}]{alert.level}[/]"
+            console.print(f"step {alert.step:,} {level} [bold]{alert.name}[/] [dim]{alert.link}[/]")
+            console.print(Padding(_plain(alert.message), (0, 0, 0, 2)))
         typer.echo(
             f"{len(book.rules)} rules over {span(recorded.steps)} steps, baseline of {warmup_of(recorded, warmup)}: "
             f"{counted(found.alerts) or 'no alerts'}"

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from rich import box
+from rich.columns import Columns
+from rich.console import RenderableType
 from rich.markup import escape
 from rich.table import Table
 
@@ -14,7 +16,7 @@ from pyrlstats.compare import compare
 from pyrlstats.state import State
 from pyrlstats.watch.pooling import Group, merge, pool
 from pyrlstats.watch.runs import Run, RunError, States
-from pyrlstats.watch.summary import FIGURES, cells_of, number, shift_in_words, span
+from pyrlstats.watch.summary import FIGURES, cells_of, number, span
 
 
 @dataclass(frozen=True)
@@ -102,14 +104,19 @@ class _Shifted:
         return self.states.read([index + self.start for index in indices])
 
 
-def tables(found: Compared) -> Iterator[Table | str]:
+def tables(found: Compared) -> Iterator[RenderableType]:
     """What differs, the effect first; then the figures of both."""
     yield f"[bold]{escape(found.titles[0])}[/] against [bold]{escape(found.titles[1])}[/]"
     if found.only:
         yield f"only in one of them: {escape(', '.join(found.only))}"
-    effects = Table(box=box.SIMPLE_HEAD, title="how much they differ", title_justify="left", padding=(0, 1))
+    effects = Table(
+        box=box.SIMPLE_HEAD,
+        title="how much they differ: quantiles of |x|, the tail, distances",
+        title_justify="left",
+        padding=(0, 1),
+    )
     effects.add_column("slice", no_wrap=True)
-    for title in ("|x| p50", "|x| p99", "|x| p99.9", "tail ×", "95 %", "W1 / IQR", "KS", "(noise)"):  # noqa: RUF001
+    for title in ("p50", "p99", "p99.9", "tail ×", "95 %", "W1/IQR", "KS", "noise"):  # noqa: RUF001
         effects.add_column(title, justify="right", no_wrap=True)
     for name in found.names:
         figures = found.figures[name]
@@ -122,7 +129,7 @@ def tables(found: Compared) -> Iterator[Table | str]:
             name,
             *shifts,
             number(figures["tail_ratio"], "{:.3g}"),
-            f"{number(low, '{:.3g}')} .. {number(high, '{:.3g}')}",
+            f"{number(low, '{:.2g}')}..{number(high, '{:.2g}')}",
             number(figures["wasserstein1_over_iqr"], "{:.2g}"),
             number(figures["kolmogorov_smirnov"], "{:.2g}"),
             number(figures["ks_noise_floor"], "{:.2g}"),
@@ -130,19 +137,23 @@ def tables(found: Compared) -> Iterator[Table | str]:
     yield effects
     yield "tail ×: how many times more tokens lie beyond the other run's p99.9;"  # noqa: RUF001
     yield "95 % and noise are those of independent tokens"
-    both = Table(box=box.SIMPLE_HEAD, title="both", title_justify="left", padding=(0, 1))
-    both.add_column("", no_wrap=True)
-    for name in found.names:
-        both.add_column(name, justify="right", no_wrap=True)
-        both.add_column("against", justify="right", no_wrap=True, style="dim")
-    one = [cells_of(found.run, name) for name in found.names]
-    two = [cells_of(found.baseline, name) for name in found.names]
-    for row, figure in enumerate(FIGURES):
-        both.add_row(
-            figure, *(cell for first, second in zip(one, two, strict=True) for cell in (first[row], second[row]))
-        )
-    yield both
+    one, two = (escape(title.split(",", 1)[0]) for title in found.titles)
+    yield Columns([_side_by_side(found, name, one, two) for name in found.names], padding=(0, 1))
+
+
+def _side_by_side(found: Compared, name: str, one: str, two: str) -> Table:
+    """The figures of a slice in both runs."""
+    table = Table(box=box.SIMPLE_HEAD, title=escape(name), title_justify="left", padding=(0, 1))
+    table.add_column("", no_wrap=True)
+    table.add_column(one, justify="right", overflow="ellipsis", max_width=16, no_wrap=True)
+    table.add_column(two, justify="right", overflow="ellipsis", max_width=16, no_wrap=True, style="dim")
+    for row in zip(FIGURES, cells_of(found.run, name), cells_of(found.baseline, name), strict=True):
+        table.add_row(*row)
+    return table
 
 
 def _shift(value: float) -> str:
-    return "-" if value != value else shift_in_words(value)
+    if not math.isfinite(value):
+        return "-" if value != value else "from 0" if value > 0 else "to 0"
+    change = math.expm1(value)
+    return f"{change:+.0%}" if change < 2.0 else f"×{change + 1.0:.2g}"  # noqa: RUF001

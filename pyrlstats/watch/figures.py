@@ -100,7 +100,8 @@ def pictures(summary: Summary) -> list[tuple[str, str, str]]:
             (
                 "The distribution over steps",
                 "Share of the tokens in each bin of the log-ratio, from the exact counts: dark is many. The band in "
-                "the middle is everything nearer to 0 than the smallest tick.",
+                f"the middle is everything from -{plain_number(_scale(summary)[0])} to "
+                f"{plain_number(_scale(summary)[0])} nats.",
                 picture(lambda figure: _heat(figure, summary), 0.6 + 2.9 * rows),
             )
         )
@@ -311,11 +312,13 @@ def _then_and_now(figure: Figure, summary: Summary) -> None:
         cdf = figure.add_subplot(2 * rows, columns, 2 * row * columns + column + 1)
         tail = figure.add_subplot(2 * rows, columns, (2 * row + 1) * columns + column + 1)
         colour = _colour(summary, name)
+        least_share = 1.0
         for group, style, label in windows:
             place = _row(group, name)
             with np.errstate(all="ignore"):
                 through = _quantiles.cdf(group.stats.state, signed.tolist())[place]
                 beyond = _quantiles.tail_mass(group.stats.state, magnitudes.tolist())[place]
+            least_share = min(least_share, float(np.min(beyond[beyond > 0.0], initial=1.0)))
             width = 1.0 if style == "--" else 1.5
             cdf.plot(_symmetric(signed, least), through, color=colour, ls=style, lw=width, label=label)
             tail.plot(
@@ -328,9 +331,11 @@ def _then_and_now(figure: Figure, summary: Summary) -> None:
         cdf.legend(loc="upper left")
         tail.set_xlim(least, high)
         tail.set_xscale("log")
-        tail.set_yscale("log")
         _log_axis(tail.xaxis)
-        _log_axis(tail.yaxis)
+        if least_share < 1.0:
+            tail.set_ylim(least_share / 2.0, 1.5)
+            tail.set_yscale("log")
+            _log_axis(tail.yaxis)
         tail.set_xlabel("u, nats")
         if column == 0:
             cdf.set_ylabel("share with log-ratio ≤ x")

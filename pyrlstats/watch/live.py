@@ -15,7 +15,7 @@ from pyrlstats.monitor.rules import RuleSet
 from pyrlstats.slice_stats import SliceStats
 from pyrlstats.watch.judging import ask_rules
 from pyrlstats.watch.pooling import evaluated
-from pyrlstats.watch.runs import Run, open_run, run_of
+from pyrlstats.watch.runs import Run, RunError, open_run, run_of
 from pyrlstats.watch.summary import scalars_of
 
 Floats = NDArray[np.float64]
@@ -23,7 +23,7 @@ Floats = NDArray[np.float64]
 _MOST_SLICES = 12
 _MOST_SCALARS = 10
 _SEEN = 48  # steps of the small picture of a tail
-_RULES_UP_TO = 20_000  # steps for which rules are asked again at every frame
+_RULES_UP_TO = 2_000  # steps with states for which rules are asked again at every frame
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,12 @@ class Follower:
         self._tails: dict[int, Floats | None] = {}  # by step: p99.9 of every slice
         self._stamp: tuple[int, int] | None = None
         self._view: View | None = None
-        open_run(self._path)  # so that a run which cannot be read says so at once
         if (self._path / RUN).exists():
-            self._reader = RunReader(self._path)
+            try:
+                self._reader = RunReader(self._path)
+            except (OSError, ValueError) as error:
+                raise RunError(f"{self._path} cannot be read: {error}") from error
+        self.look()
 
     def look(self) -> View:
         """The run as it is now.
@@ -79,7 +82,10 @@ class Follower:
             RunError: it can no longer be read.
         """
         if self._reader is not None:
-            new = self._reader.refresh()
+            try:
+                new = self._reader.refresh()
+            except (OSError, ValueError) as error:
+                raise RunError(f"{self._path} can no longer be read: {error}") from error
             for record in new:  # a step that was written again
                 self._tails.pop(record.step, None)
             if self._view is None or new or self._reader.alerts != self._view.alerts:
@@ -99,9 +105,11 @@ class Follower:
 
     def _of(self, run: Run) -> View:
         alerts, notices = run.alerts, list[str]()
-        if alerts is None and len(run.steps) <= _RULES_UP_TO:
+        if alerts is None and (run.states is None or len(run.steps) <= _RULES_UP_TO):
             judged = ask_rules(run, self._rules)
             alerts, notices = judged.alerts, judged.notices
+        elif alerts is None:
+            notices = [f"over {_RULES_UP_TO:,} steps rules are not asked at every look: see pyrlstats replay"]
         names = run.states.names if run.states is not None else ()
         shown = names[:_MOST_SLICES]
         tails, last = self._tails_of(run) if run.states is not None else ({}, None)

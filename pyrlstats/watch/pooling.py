@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyrlstats import quantiles as _quantiles
-from pyrlstats.layout import COUNTS, MAXIMA, SUMS
+from pyrlstats.layout import CORE, COUNTS, MAXIMA, SUMS
 from pyrlstats.monitor.rules_names import quantile_level
 from pyrlstats.slice_stats import SCALARS, SliceStats, SliceView
-from pyrlstats.state import State, scale_exponent, scale_far_weights_
+from pyrlstats.state import State, rescale_, scale_exponent
 from pyrlstats.watch.runs import Run
 
 Floats = NDArray[np.float64]
@@ -81,7 +81,7 @@ class _Sum:
         sums = np.array(self._sums)
         exponents = scale_exponent(np.array(self._highest)) - scale_exponent(highest)
         flat = sums.reshape(-1, len(SUMS))
-        scale_far_weights_(flat, exponents.ravel())
+        rescale_(CORE, flat, exponents.ravel())
         self._sums, self._highest = [flat.reshape(sums.shape).sum(0)], [highest]
 
     def state(self) -> State:

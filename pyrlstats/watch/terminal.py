@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,42 +114,60 @@ def ago(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-# least width, title, key, format
+# title, key, format; in the order in which they find room, and that in which they stand
 _COLUMNS = (
-    (0, "tokens", "n_tokens", "short"),
-    (0, "ESS", "ess_fraction", "{:.2%}"),
-    (0, "KL k3", "kl_k3", "{:.1e}"),
-    (100, "|x| p50", "abs_log_ratio_p50", "{:.3g}"),
-    (100, "p99", "abs_log_ratio_p99", "{:.3g}"),
-    (0, "p99.9", "abs_log_ratio_p99_9", "{:.3g}"),
-    (100, "p99.99", "abs_log_ratio_p99_99", "{:.3g}"),
-    (0, "clip", "clip_fraction", "{:.2%}"),
-    (110, "x = 0", "zero_fraction", "{:.1%}"),
-    (120, "max w", "ratio_max", "{:.3g}"),
+    ("tokens", "n_tokens", "short"),
+    ("p99.9", "abs_log_ratio_p99_9", "{:.3g}"),
+    ("ESS", "ess_fraction", "{:.2%}"),
+    ("KL k3", "kl_k3", "{:.1e}"),
+    ("clip", "clip_fraction", "{:.2%}"),
+    ("p99", "abs_log_ratio_p99", "{:.3g}"),
+    ("|x| p50", "abs_log_ratio_p50", "{:.3g}"),
+    ("p99.99", "abs_log_ratio_p99_99", "{:.3g}"),
+    ("x = 0", "zero_fraction", "{:.1%}"),
+    ("max w", "ratio_max", "{:.3g}"),
 )
+_ORDER = ("tokens", "x = 0", "ESS", "KL k3", "|x| p50", "p99", "p99.9", "p99.99", "clip", "max w")
+_GAP = 3  # between two columns
+_SPARKS = (24, 10)  # widths of the small picture
 
 
 def _slices(view: View, width: int) -> RenderableType:
-    table = Table(box=box.SIMPLE_HEAD, expand=True, padding=(0, 1), show_edge=False)
-    table.add_column("slice", no_wrap=True, overflow="ellipsis", max_width=24 if width >= 100 else 14)
-    columns = [(title, key, form) for least, title, key, form in _COLUMNS if width >= least]
-    for title, _, _ in columns:
-        table.add_column(title, justify="right", no_wrap=True)
-    spark = 10 if width < 100 else 24
-    table.add_column("× early", justify="right", no_wrap=True)  # noqa: RUF001
-    table.add_column("p99.9 trend" if spark > 10 else "over steps", no_wrap=True, width=spark)
     assert view.last is not None
     values = view.last.to_dict()
-    for name in view.slices:
-        cells = [
-            short(values[f"{name}/{key}"]) if form == "short" else number(values[f"{name}/{key}"], form)
-            for _, key, form in columns
-        ]
-        history = view.tails[name]
-        table.add_row(name, *cells, _growth(history), Text(sparkline(history, spark, log=True), style="cyan"))
+    columns = {
+        title: [short(value) if form == "short" else number(value, form) for value in _of(view, values, key)]
+        for title, key, form in _COLUMNS
+    }
+    growth = [_growth(view.tails[name]) for name in view.slices]
+    widest = max(len(name) for name in view.slices)
+    name_width = min(widest, 24 if width >= 100 else 14)
+    left = width - (name_width + _GAP) - (max(len("× early"), *map(len, growth)) + _GAP) - (_SPARKS[1] + _GAP)  # noqa: RUF001
+    fitting = []
+    for title, _, _ in _COLUMNS:
+        needs = max(len(title), *map(len, columns[title])) + _GAP
+        if needs > left:
+            break
+        left -= needs
+        fitting.append(title)
+    spark = _SPARKS[0] if left >= _SPARKS[0] - _SPARKS[1] else _SPARKS[1]
+    table = Table(box=box.SIMPLE_HEAD, expand=True, padding=(0, 1), show_edge=False)
+    table.add_column("slice", no_wrap=True, overflow="ellipsis", max_width=name_width)
+    shown = [title for title in _ORDER if title in fitting]
+    for title in shown:
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("× early", justify="right", no_wrap=True)  # noqa: RUF001
+    table.add_column("p99.9 trend" if spark > _SPARKS[1] else "over steps", no_wrap=True, width=spark)
+    for row, name in enumerate(view.slices):
+        line = Text(sparkline(view.tails[name], spark, log=True), style="cyan")
+        table.add_row(name, *(columns[title][row] for title in shown), growth[row], line)
     if view.hidden:
         table.add_row(Text(f"and {view.hidden} more", style="dim"))
     return table
+
+
+def _of(view: View, values: Mapping[str, float], key: str) -> list[float]:
+    return [values[f"{name}/{key}"] for name in view.slices]
 
 
 def short(value: float) -> str:
@@ -194,11 +212,11 @@ def _scalars(view: View, width: int, most: int) -> RenderableType:
 def _alerts(view: View, most: int, brief: bool) -> RenderableType:
     if not view.alerts:
         return Panel(Text("none", style="dim"), title="alerts", title_align="left", box=box.ROUNDED, border_style="dim")
-    grid = Table.grid(padding=(0, 1))
+    grid = Table.grid(padding=(0, 1), expand=True)
     shown = view.alerts[-most:]
-    grid.add_column(justify="right", style="dim", min_width=max(len(f"{alert.step:,}") for alert in shown))
-    grid.add_column(min_width=len("warning"))
-    grid.add_column(overflow="ellipsis" if brief else "fold", no_wrap=brief)
+    grid.add_column(justify="right", no_wrap=True, style="dim")
+    grid.add_column(no_wrap=True)
+    grid.add_column(ratio=1, no_wrap=brief, overflow="ellipsis" if brief else "fold")
     for alert in reversed(shown):
         grid.add_row(f"{alert.step:,}", Text(alert.level, style=STYLES[alert.level]), _told(alert))
     more = len(view.alerts) - most

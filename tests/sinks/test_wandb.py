@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,6 +33,8 @@ def records(path: Path) -> Iterator[Any]:
             continue
         checksum, size, kind = struct.unpack_from("<IHB", data, at)
         part = data[at + 7 : at + 7 + size]
+        if len(part) < size:
+            return  # still being written
         assert zlib.crc32(bytes([kind]) + part) == checksum
         at += 7 + size
         whole += part
@@ -41,9 +44,16 @@ def records(path: Path) -> Iterator[Any]:
 
 
 def history(folder: Path) -> list[dict[str, Any]]:
+    """The rows of the only run, once wandb's own process has written the record that ends it."""
     (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    deadline = time.monotonic() + 30.0
+    found = list(records(path))
+    while not any(record.WhichOneof("record_type") == "exit" for record in found):
+        assert time.monotonic() < deadline, "wandb has not finished its file"
+        time.sleep(0.02)
+        found = list(records(path))
     rows = []
-    for record in records(path):
+    for record in found:
         if record.WhichOneof("record_type") == "history":
             row: dict[str, Any] = {}
             for item in record.history.item:

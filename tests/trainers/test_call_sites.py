@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import math
+import multiprocessing
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -265,3 +266,22 @@ def test_losses_travel_to_workers() -> None:
     old = torch.zeros(2, 3)
     wanted = policy_loss(old + 0.1, old, old, None, old + 1.0, old)[1]
     assert cloudpickle.loads(cloudpickle.dumps(policy_loss))(old + 0.1, old, old, None, old + 1.0, old)[1] == wanted
+
+
+def test_two_processes_are_one(tmp_path: Path) -> None:
+    """Two real ranks, each with its micro-batches, log what one pass over the union gives: two collectives a step."""
+    ranks: Any = importlib.import_module("trainer_ranks")
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    processes = [context.Process(target=ranks.run, args=(rank, 2, str(tmp_path / "init"), results)) for rank in (0, 1)]
+    for process in processes:
+        process.start()
+    found = sorted(results.get(timeout=60) for _ in processes)
+    for process in processes:
+        process.join(30)
+        assert process.exitcode == 0
+    for _, first, second, collectives in found:
+        for logged in (first, second):
+            assert_pooled(logged, "log_ratio/trainer_inference/", "learner", "rollout", BY_ACCUMULATOR)
+            assert logged["log_ratio/trainer_inference/post_tool/n_tokens"] == sites.after_tools(RANKS)
+        assert collectives == 2

@@ -139,7 +139,7 @@ def test_a_run_with_it_has_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_logged_with_sb3s_figures_of_the_same_update(tmp_path: Path) -> None:
-    model, callback = make(), UpdateStatsCallback()
+    model, callback = make(clip_range=0.1), UpdateStatsCallback()
     model.set_logger(configure(str(tmp_path), ["json", "csv", "log"]))
     model.learn(STEPS, callback=callback)
     model.logger.close()
@@ -177,6 +177,14 @@ def test_on_policy_by_construction_says_so() -> None:
     model.learn(64, callback=callback)
     assert callback.stats is not None
     assert float(callback.stats["all"].log_ratio_abs_mean) < 1e-6
+
+
+def test_an_algorithm_without_ratios_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    callback = UpdateStatsCallback()
+    with caplog.at_level(logging.WARNING, "pyrlstats"):
+        sb3.DQN("MlpPolicy", "CartPole-v1", device="cpu", learning_starts=100).learn(20, callback=callback)
+    assert callback.guard.failures == len(caplog.records) == 1
+    assert callback.stats is None
 
 
 def test_what_fails_does_not_reach_training(caplog: pytest.LogCaptureFixture) -> None:

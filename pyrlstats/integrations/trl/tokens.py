@@ -16,7 +16,7 @@ RATIOS = {
 }
 """Name of a ratio -> whose log-probabilities are ``logp`` and ``old_logp``.
 
-``learner`` is the policy that the gradient is taken of, ``old`` the trainer's own policy as it was when the batch was
+``learner`` is the policy whose gradient is taken, ``old`` the trainer's own policy as it was when the batch was
 generated, ``sampler`` the engine that generated it, by its own account.
 """
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from pyrlstats.integrations._pairs import PairAccumulator
 from pyrlstats.integrations._summed import MicroBatchSums
-from pyrlstats.integrations.sums import as_floats
 from pyrlstats.slices import tool_slices
 
 PAIRS = ("learner_old",)
@@ -43,6 +42,6 @@ def with_sums(
             where = tool_slices(named["response_mask"])
             accumulator.update(PAIRS[0], named["log_prob"], named["old_log_prob"], where)
 
-        return value, {**metrics, **as_floats(sums(count))}
+        return value, {**metrics, **sums(count)}
 
     return loss
