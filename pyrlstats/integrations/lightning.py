@@ -45,9 +45,9 @@ class SliceCallback(Callback):  # type: ignore[misc]
         """What failed -> how often, on this rank; of the sinks too."""
         return self.reporter.failures | {self._logging.what: self._logging.failures}
 
-    def update(self, logp: Any, old_logp: Any, masks: Masks = None, *, slice_ids: Any = None, mask: Any = None) -> None:
-        """Count one micro-batch; the arguments are those of :func:`pyrlstats.slice_stats`. Never raises."""
-        self.reporter.update(logp, old_logp, masks, slice_ids=slice_ids, mask=mask)
+    def update(self, logp: Any, old_logp: Any, masks: Masks = None, **others: Any) -> None:
+        """Count one micro-batch; arguments as :meth:`pyrlstats.SliceAccumulator.update`. Never raises."""
+        self.reporter.update(logp, old_logp, masks, **others)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.reporter.reset()

@@ -9,7 +9,6 @@ from typing import Any
 from pyrlstats._inputs import Masks
 from pyrlstats.accumulator import SliceAccumulator
 from pyrlstats.integrations._guard import Guard
-from pyrlstats.layout import Layout
 from pyrlstats.sinks import Sink, Sinks
 from pyrlstats.slice_stats import SliceStats
 
@@ -39,8 +38,8 @@ class Reporter:
         prefix: of the keys.
         in_logs: statistics of each slice that :meth:`report` returns for the trainer's own log; None is all. Sinks
             get all in any case.
-        layout, clip: as :class:`pyrlstats.SliceAccumulator`.
         group: process group over which reports pool; None is the default one.
+        **make: further arguments of :class:`pyrlstats.SliceAccumulator`: clip, layout, advantages, sequences ...
 
     Raises:
         TypeError, ValueError: arguments that do not fit.
@@ -53,13 +52,12 @@ class Reporter:
         sinks: Callable[[], Iterable[Sink]] | Iterable[Sink] = (),
         prefix: str = "rl/",
         in_logs: Sequence[str] | None = IN_LOGS,
-        layout: Layout | None = None,
-        clip: tuple[float, float] = (0.2, 0.2),
         group: Any = None,
+        **make: Any,
     ) -> None:
         self.prefix = prefix
         self.stats: SliceStats | None = None  # of the last report
-        self._accumulator = SliceAccumulator(names, layout=layout or Layout(), clip=clip)
+        self._accumulator = SliceAccumulator(names, **make)
         self._group = group
         self._make_sinks = sinks if callable(sinks) else lambda: sinks
         self._sinks: Sinks | None = None
@@ -77,9 +75,9 @@ class Reporter:
         own = {guard.what: guard.failures for guard in (self._updates, self._reports, self._making)}
         return own | (self._sinks.failures if self._sinks is not None else {})
 
-    def update(self, logp: Any, old_logp: Any, masks: Masks = None, *, slice_ids: Any = None, mask: Any = None) -> None:
-        """Count one micro-batch; the arguments are those of :func:`pyrlstats.slice_stats`. Does not sync."""
-        self._updates(self._accumulator.update, logp, old_logp, masks, slice_ids=slice_ids, mask=mask)
+    def update(self, logp: Any, old_logp: Any, masks: Masks = None, **others: Any) -> None:
+        """Count one micro-batch; arguments as :meth:`pyrlstats.SliceAccumulator.update`. Does not sync."""
+        self._updates(self._accumulator.update, logp, old_logp, masks, **others)
 
     def reset(self) -> None:
         """Forget what was counted since the last report."""

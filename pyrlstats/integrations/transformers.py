@@ -41,12 +41,12 @@ class SliceCallback(TrainerCallback):  # type: ignore[misc]
         callbacks.insert(0, self)
         return self
 
-    def update(self, logp: Any, old_logp: Any, masks: Masks = None, *, slice_ids: Any = None, mask: Any = None) -> None:
-        """Count one micro-batch; the arguments are those of :func:`pyrlstats.slice_stats`. Never raises.
+    def update(self, logp: Any, old_logp: Any, masks: Masks = None, **others: Any) -> None:
+        """Count one micro-batch; arguments as :meth:`pyrlstats.SliceAccumulator.update`. Never raises.
 
         Call it in training only (``if model.training``): ``compute_loss`` runs in evaluation too.
         """
-        self.reporter.update(logp, old_logp, masks, slice_ids=slice_ids, mask=mask)
+        self.reporter.update(logp, old_logp, masks, **others)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.reporter.reset()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -121,6 +122,22 @@ def test_two_processes_report_the_union(two_processes: Any, assert_recomputed: C
             assert len(keys) == 2 * 11 + 2
             assert [record[key] for key in keys] == [same[key] for key in keys]
     assert not (folder / "1.jsonl").exists()
+
+
+def test_statistics_on_request(tmp_path: Path) -> None:
+    wanted = ["n_sequences", "policy_clip_fraction"]
+    callback = SliceCallback(["all"], in_logs=wanted, sequences=True, advantages=True, clip=(0.1, 0.3))
+    x, zeros, advantages = torch.linspace(-0.5, 0.5, 8).reshape(2, 4), torch.zeros(2, 4), torch.tensor([-1.0, 1.0])
+    callback.update(x, zeros, {"all": x < 9}, advantages=advantages)
+    callback.update(x, zeros, advantages=advantages, mask=x < 0)
+    numbers = callback.reporter.report(1, is_main=True)
+    low, high = (x[0] < np.log(0.9)).sum(), (x[1] > np.log(1.3)).sum()
+    assert numbers == {
+        "rl/n_out_of_range": 0,
+        "rl/all/n_sequences": 3,
+        "rl/all/policy_clip_fraction": float(2 * low + high) / 12,
+        "rl/n_failed_updates": 0,
+    }
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
