@@ -271,8 +271,8 @@ def _occasion(logs: Mapping[str, Any]) -> tuple[str | None, str]:
 def _epsilons(trainer: Any) -> tuple[float, float]:
     """The trainer's clip, where it is one."""
     low, high = getattr(trainer, "epsilon_low", None), getattr(trainer, "epsilon_high", None)
-    if isinstance(low, float) and isinstance(high, float) and 0 < low < 1 and high > 0:
-        return low, high
+    if isinstance(low, (int, float)) and isinstance(high, (int, float)) and 0 < low < 1 and high > 0:
+        return float(low), float(high)
     return 0.2, 0.2
 
 
