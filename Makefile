@@ -51,7 +51,8 @@ $(VENV)/triton36: | $(VENV)/.package
 	$(PIP) --no-deps --target $@ triton==3.6.0
 
 $(VENV)/trainers: | $(VENV)/.package
-	$(PIP) --no-deps --target $@ verl==0.9.1 openrlhf==0.11.2
+	$(PIP) --no-deps --target $@ verl==0.9.1
+	-$(PIP) --no-deps --target $@ openrlhf==0.11.2 # has wheels for Linux on x86-64 and Python 3.10 to 3.12 only
 
 clean:
 	rm -rf $(VENV) build dist

@@ -1,4 +1,4 @@
-"""The command line: ``pyrlstats --version``, ``info``, ``demo`` and ``bench``.
+"""The command line: ``pyrlstats --version``, ``info``, ``demo``, ``bench``, and the commands over recorded runs.
 
 A further command is a function with typer's annotations in a module that is light to import, and one line in
 :func:`build_app`.
@@ -41,11 +41,13 @@ def options(
 def build_app() -> typer.Typer:
     """The application with its commands."""
     from pyrlstats.demo.command import demo
+    from pyrlstats.watch.commands import add_commands
 
     app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
     app.callback()(options)
     app.command()(info)
     app.command()(demo)
+    add_commands(app)
     app.add_typer(_bench(), name="bench")
     return app
 

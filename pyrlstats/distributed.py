@@ -125,7 +125,7 @@ class _Buffers:
             section.integers.copy_(section.state_integers)
             section.sums.copy_(section.state_sums)
             if section.rows.scaled:
-                own, common = scale_exponent(section.maxima[:, :, section.rows.maxima.index("max_x")])
+                own, common = scale_exponent(section.max_x)
                 rescale_(section.rows, section.sums, own - common)
 
     def unpack(self) -> None:
@@ -148,6 +148,7 @@ class _Packed:
         self.integers = total[:n_integers]
         self.sums = total[n_integers : n_integers + n_sums].view(self.state_sums.shape)
         self.maxima = maxima[:, : self.state_maxima.numel()].view(2, *self.state_maxima.shape)
+        self.max_x = self.maxima[:, :, self.rows.maxima.index("max_x")] if self.rows.scaled else None
 
 
 def _checked_group(group: Any, dst: int | None) -> Any:

@@ -51,7 +51,7 @@ def exact_quantiles(
 
     As ``slice_stats(...)[name].quantile(q)`` (with ``absolute``: ``abs_quantile``), without interpolation: always the
     log-ratio of a token, so right for tokens on a lattice too. Two to four passes over the tokens on a CPU; on other
-    devices every slice is sorted three times, in memory of its own of about 20 bytes a token.
+    devices every slice is sorted once (with ``group`` three times), in memory of its own of about 20 bytes a token.
 
     Args:
         logp, old_logp, masks, slice_ids, names, mask, num_threads: as for :func:`pyrlstats.slice_stats`.
@@ -93,13 +93,14 @@ def select(
 ) -> dict[str, Array]:
     """The quantiles of a batch that has passed the gate; ``layout`` is that of the first pass, without ``state``."""
     values, scalar = probabilities(q)
+    if num_threads is not None and (not isinstance(num_threads, int) or num_threads < 1):
+        raise ValueError(f"num_threads must be a positive integer or None, got {num_threads!r}")
     device = device_of(batch.logp)
     if state is not None:
         if state.names != names:
             raise ValueError(f"stats must have the slices {list(names)}, got {list(state.names)}")
         if type(state) is not State:
             raise TypeError("stats must count tokens: the counts of decayed statistics are weighted")
-        state = _moved(state, device)
     ranks = None
     if group is not None:
         from pyrlstats._ranks import Ranks
@@ -109,12 +110,19 @@ def select(
         ranks = Ranks(group, request, device)
     if state is None:
         state = _counted(batch, names, layout, group, num_threads)
-    found = _values(batch, state, values, absolute, ranks, num_threads)
+    found = _values(batch, _beside(batch, state), values, absolute, ranks, num_threads)
+    if isinstance(found, np.ndarray) and device is not None:
+        import torch
+
+        found = torch.from_numpy(found)
     return {name: row[0] if scalar else row for name, row in zip(names, found, strict=True)}
 
 
-def _moved(state: State, device: Any) -> State:
-    return state.to_host() if device is None else SliceStats(state).to(device).state
+def _beside(batch: Batch, state: State) -> State:
+    """The state where its numbers are worked on: in NumPy memory for CPU tensors too, since they are few."""
+    if flat.in_host_memory(batch.logp):
+        return state.to_host()
+    return SliceStats(state).to(device_of(batch.logp)).state
 
 
 def _counted(batch: Batch, names: tuple[str, ...], layout: Layout, group: Any, num_threads: int | None) -> State:
@@ -124,14 +132,15 @@ def _counted(batch: Batch, names: tuple[str, ...], layout: Layout, group: Any, n
     if group is None:
         return state
     accumulator = SliceAccumulator(names, layout=layout, device=device_of(batch.logp))
-    pooled = accumulator.merge(SliceStats(state)).all_reduce(group).compute()
-    return _moved(pooled.state, device_of(batch.logp))
+    pooled: State = accumulator.merge(SliceStats(state)).all_reduce(group).compute().state
+    return pooled
 
 
 def from_the_top(batch: Batch, slices: int, k: int, absolute: bool) -> Array:
     """The k-th largest x (or abs(x)) of every slice, or the smallest of fewer: float64 (S,), NaN for an empty slice."""
     state = State.empty([str(index) for index in range(slices)], _DEFAULT_LAYOUT, (0.2, 0.2), device_of(batch.logp))
     _dispatch.accumulate(batch, state)
+    state = _beside(batch, state)
     return _at_ranks(batch, state, state.n_finite()[:, None] - (k - 1), absolute, None, None)[:, 0]
 
 
@@ -148,11 +157,22 @@ def _at_ranks(
     batch: Batch, state: State, rank: Array, absolute: bool, ranks: Ranks | None, num_threads: int | None
 ) -> Array:
     """The tokens of these ranks, int64 (S, Q), from 1, in ascending order; smaller ranks count as 1."""
+    rank = namespace(rank).clip(rank, 1, None)
+    if ranks is None and not isinstance(rank, np.ndarray):
+        n = state.n_finite()[:, None]
+        key, fits = digits.at_ranks(batch, n, rank, absolute)
+        return namespace(rank).where(fits & (n > 0), digits.value_of(key), float("nan"))
+    return _by_digits(batch, state, rank, absolute, ranks, num_threads)
+
+
+def _by_digits(
+    batch: Batch, state: State, rank: Array, absolute: bool, ranks: Ranks | None, num_threads: int | None
+) -> Array:
+    """The same in rounds, of the tokens of all ranks."""
     cells = abs_cells(state) if absolute else signed_cells(state)
     xp = namespace(cells.counts)
     cumulative = xp.cumsum(cells.counts, -1)
     n = cumulative[:, -1:]
-    rank = xp.clip(rank, 1, None)
     # past the end only where n is 0
     cell = xp.clip(first_at_least(cumulative, rank), 0, cumulative.shape[-1] - 1)
     holds = take(cells.counts, cell)
@@ -160,10 +180,10 @@ def _at_ranks(
     edges, bits_of = _keys(state.layout, cells.signed)
     edge = _integers(on_device_of(n, edges))
     low, width, bits = edge[cell], edge[cell + 1] - edge[cell], _integers(on_device_of(n, bits_of))[cell]
-    fits, host = (n > 0) & (rank > 0), flat.in_host_memory(n)
+    fits = (n > 0) & (rank > 0)
     for _ in range(_ROUNDS):
         wide = fits & (width > 1)
-        if ranks is None and host and not bool(wide.any()):
+        if ranks is None and xp is np and not wide.any():
             break
         shift = xp.clip(bits - DIGIT_BITS, 0, None)
         counts = digits.count(batch, Intervals(low, xp.where(wide, width, 0), shift), absolute, num_threads)
@@ -179,7 +199,7 @@ def _at_ranks(
         low = low + step
         width = xp.minimum(width - step, xp.ones_like(shift) << shift)
         rank, holds, bits = xp.where(wide, rank - before, rank), xp.where(wide, inside, holds), shift
-    if host and bool((~fits & (n > 0)).any()):
+    if xp is np and (~fits & (n > 0)).any():
         raise ValueError("stats must be those of these tokens (with group, of the tokens of all ranks), got others")
     return xp.where(fits, digits.value_of(low), float("nan"))
 

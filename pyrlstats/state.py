@@ -54,7 +54,9 @@ def scale_exponent(max_x: Array) -> Array:
     The same bits on every backend: one IEEE multiplication and a floor.
     """
     xp = namespace(max_x)
-    return xp.floor(xp.where(xp.isfinite(max_x), max_x, 0.0) * LOG2E)
+    # each of them is slow in the other: 12 us against 3 in NumPy, 5 kernels against 1 in torch
+    finite = np.where(np.isfinite(max_x), max_x, 0.0) if xp is np else max_x.nan_to_num(0.0, 0.0, 0.0)
+    return xp.floor(finite * LOG2E)
 
 
 def power_of_two(exponent: Array) -> Array:
@@ -111,7 +113,7 @@ def rescale_(table: Table, sums: Array, up: Array) -> None:
         factor = power_of_two(namespace(up).clip(up, None, 0.0))
         for name, power in table.scaled:
             row = sums[:, table.sums.index(name)]
-            row *= factor**power
+            row *= factor if power == 1 else factor**power
 
 
 def words_of(slices: int, layout: Layout, table: Table = CORE) -> int:

@@ -13,7 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyrlstats import Layout, exact_quantiles, reference, slice_stats, values
+from pyrlstats import Layout, exact, exact_quantiles, reference, slice_stats, values
+from pyrlstats._inputs import gate
 from pyrlstats.backends import cpp, digits, flat
 from pyrlstats.slices import Slices
 from pyrlstats.windows import DecayedStats
@@ -77,6 +78,31 @@ def test_equal_to_a_sort_to_the_bit(
         assert list(got) == list(masks)
         for name, mask in masks.items():
             assert same_bits(got[name], sorted_quantiles(x[mask], Q, absolute)), (name, absolute)
+
+
+class Alone:
+    """The only rank of a world."""
+
+    def sum(self, integers: Any) -> Any:
+        return integers
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("absolute", [False, True])
+def test_rounds_on_a_device(
+    kind: str, absolute: bool, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ranks to ask, a device does not sort once but counts in rounds."""
+    monkeypatch.setenv("PYRLSTATS_BACKEND", "torch")
+    monkeypatch.setattr(flat, "in_host_memory", lambda _: False)
+    x = data(kind, 3000, rng)
+    masks = {"all": np.ones(x.size, bool), "some": rng.random(x.size) < 0.3, "none": np.zeros(x.size, bool)}
+    tensors = [torch.from_numpy(x), torch.zeros(x.size), {name: torch.from_numpy(mask) for name, mask in masks.items()}]
+    batch = gate(*tensors, None, None, tuple(masks))
+    state = slice_stats(*tensors).state
+    got = exact._values(batch, state, Q, absolute, Alone(), None)
+    for row, mask in zip(got, masks.values(), strict=True):
+        assert same_bits(row, sorted_quantiles(x[mask], Q, absolute))
 
 
 @given(
@@ -143,6 +169,20 @@ def test_slice_ids_of_every_dtype_and_a_family() -> None:
     assert exact_quantiles(x, 0 * x, family, 1.0) == {"a": 7.0, "b": 5.0}
 
 
+def test_other_statistics_give_nan_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flat, "in_host_memory", lambda _: False)
+    x = torch.linspace(-1, 1, 100)
+    stats = slice_stats(x, torch.zeros(100))
+    assert math.isnan(exact_quantiles(x[1:], torch.zeros(99), None, 0.5, stats=stats)["all"])
+
+
+def test_more_slices_than_bits_in_a_word(rng: np.random.Generator) -> None:
+    x = data("t3", 5000, rng)
+    masks = {f"m{index}": rng.random(x.size) < 0.02 * index for index in range(70)}
+    for name, found in exact_quantiles(x, 0 * x, masks, [0.5, 0.99]).items():
+        assert same_bits(found, sorted_quantiles(x[masks[name]], [0.5, 0.99]))
+
+
 def test_shapes_of_the_result_are_those_of_q() -> None:
     x = np.arange(1, 11, dtype=np.float32)
     single = exact_quantiles(x, 0 * x, None, 0.5)["all"]
@@ -186,6 +226,13 @@ def test_given_statistics_save_a_pass_and_must_be_of_these_tokens(monkeypatch: p
     assert float(exact_quantiles(x, 0 * x, None, 0.75, stats=stats.to("cpu"))["all"]) == 0.5
 
 
+def test_given_statistics_may_hold_groups(rng: np.random.Generator) -> None:
+    x = data("t3", 1000, rng).reshape(10, 100)
+    stats = slice_stats(x, 0 * x, sequences=True, entropy=True, advantages=x)
+    for given_stats in (stats, stats.to("cpu")):
+        assert same_bits(exact_quantiles(x, 0 * x, None, Q, stats=given_stats)["all"], sorted_quantiles(x, Q))
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -203,6 +250,7 @@ def test_given_statistics_save_a_pass_and_must_be_of_these_tokens(monkeypatch: p
             TypeError,
             "stats must be ValueStats",
         ),
+        (lambda x: exact_quantiles(x, x, None, 0.5, num_threads=0), ValueError, "num_threads must be a positive"),
         (lambda x: exact_quantiles(x, x, None, 0.5, group=object()), RuntimeError, "needs a process group"),
         (
             lambda x: exact_quantiles(x, x, None, 0.5, stats=DecayedStats(0.9).push(slice_stats(x, x))),

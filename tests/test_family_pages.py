@@ -14,7 +14,7 @@ from pyrlstats.slice_stats import SliceView
 PAGES = Path(__file__).parent.parent / "docs"
 
 
-@pytest.mark.parametrize("page", ["slices.md", "values.md", "compare.md", "optional.md"])
+@pytest.mark.parametrize("page", ["slices.md", "values.md", "compare.md", "optional.md", "exact.md", "tails.md"])
 def test_the_code_of_a_page_runs(page: str) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (PAGES / page).read_text(), re.S)
     assert blocks

@@ -14,7 +14,7 @@ from hypothesis.extra.numpy import arrays
 
 import pyrlstats
 from pyrlstats import Layout, SliceAccumulator, SliceStats
-from pyrlstats.backends import torch_ops
+from pyrlstats.backends import tokens, torch_ops
 from pyrlstats.layout import SUMS
 from pyrlstats.state import words_of
 
@@ -144,7 +144,7 @@ def test_a_list_with_one_that_does_not_fit_changes_nothing() -> None:
 
 def test_an_update_that_fails_counts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYRLSTATS_BACKEND", "torch")
-    monkeypatch.setattr(torch_ops, "_BLOCK_WORDS", 8)
+    monkeypatch.setattr(tokens, "_BLOCK_WORDS", 8)
     x, member = torch.arange(20.0), torch.ones(20)
     accumulator = SliceAccumulator(NAMES).update(x, x * 0, [member, member])
     before = accumulator.compute().to_bytes()

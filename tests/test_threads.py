@@ -288,3 +288,149 @@ def test_infinite_and_nan_ratios_are_no_infinite_k() -> None:
     wanted = float(tail_shape(x, zeros(x))["all"].pareto_k)
     spoilt = torch.cat((x, torch.tensor([math.nan, math.inf, -math.inf])))
     assert float(tail_shape(spoilt, zeros(spoilt))["all"].pareto_k) == wanted
+
+
+# ---- sequences, truncated weights, probabilities
+
+
+def test_sum_and_mean_over_a_sequence_are_two_ratios() -> None:
+    """A sequence of 80 tokens, each 0.7 % less likely: its ratio is 0.569 as a product, 0.993 as a geometric mean."""
+    logp = torch.full((1, 80), -1.00705)
+    view = slice_stats(logp, torch.full((1, 80), -1.0), sequences=True)["all"]
+    assert float(view.sequence_ratio_mean) == pytest.approx(0.569, abs=5e-4)
+    assert float(view.sequence_geometric_ratio_mean) == pytest.approx(0.993, abs=5e-4)
+
+
+def test_the_share_of_sequences_above_a_threshold_is_of_raw_weights() -> None:
+    """The mean of weights clamped at 2 is never above 2: the share of such sequences is always 0."""
+    x = torch.full((4, 10), math.log(3.0))
+    stats = slice_stats(x, zeros(x), sequences=True, truncate=(0.5, 2.0))
+    assert 1.0 - float(stats.sequence_means["all"].cdf(math.log(2.0))) == 1.0
+    assert float(stats["all"].sequence_geometric_ratio_mean) == pytest.approx(3.0)
+    assert float(stats["all"].clamped_ratio_mean) == 2.0
+    assert float(stats["all"].ratio_mean) == pytest.approx(3.0)
+
+
+def test_a_sequence_counts_once_however_long_it_is() -> None:
+    """The ESS of sequences from weights spread over their tokens is that of the long ones: 0.97 for 0.64."""
+    x = torch.zeros(4, 100)
+    x[0, 0] = math.log(4.0)
+    mask = torch.ones(4, 100)
+    mask[0, 1:] = 0
+    view = slice_stats(x, zeros(x), mask, sequences=True)["all"]
+    assert float(view.sequence_ess_fraction) == pytest.approx(49 / 76)
+
+
+def test_a_row_without_tokens_is_no_sequence_of_ratio_1() -> None:
+    """Rows that are masked out count with a sum of 0: ratio 1, perplexity 1."""
+    logp, old_logp = torch.full((3, 4), -2.0), torch.full((3, 4), -2.25)
+    mask = torch.tensor([[1], [0], [1]])
+    view = slice_stats(logp, old_logp, mask, sequences=True)["all"]
+    assert (int(view.n_sequences), int(view.n_sequences_empty)) == (2, 1)
+    assert float(view.sequence_log_ratio_min) == 1.0
+    assert float(view.sequence_perplexity) == pytest.approx(math.exp(2.0))
+
+
+def test_chi2_of_sequences_does_not_saturate() -> None:
+    """exp(2 clamp(sum x, 20)) - 1 ends at e^40 = 2.4e17, where a sum is 60."""
+    x = torch.tensor([[60.0, 0.0], [0.0, 0.0]])
+    view = slice_stats(x, zeros(x), sequences=True)["all"]
+    assert float(view.sequence_renyi2_unnormalised) == pytest.approx(120.0 - math.log(2.0))
+    assert float(view.sequence_chi2) == pytest.approx(1.0)
+
+
+def test_extrema_of_sequences_over_micro_batches() -> None:
+    """The mean over micro-batches of the smallest and of the largest sequence."""
+    accumulator = SliceAccumulator(["all"], sequences=True)
+    for sums in ([1.0, 2.0], [9.0]):
+        x = torch.tensor(sums)[:, None]
+        accumulator.update(x, zeros(x))
+    view = accumulator.compute()["all"]
+    extrema = (view.sequence_log_ratio_mean, view.sequence_log_ratio_max, view.sequence_log_ratio_min)
+    assert [float(one) for one in extrema] == [4.0, 9.0, 1.0]
+
+
+def test_packed_sequences_cost_no_work_per_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of packed sequences in a loop over them, each with a sync."""
+    monkeypatch.setenv("PYRLSTATS_BACKEND", "torch")
+    counts = []
+    for documents in (2, 256):
+        mask, boundaries, _, _ = packed(documents)
+        x = torch.full((8 * documents,), 0.01)
+        with Operators() as operators:
+            view = slice_stats(x, zeros(x), mask, cu_seqlens=boundaries)["all"]
+        assert not [name for name in operators.names if "_local_scalar_dense" in name or "nonzero" in name]
+        assert int(view.n_sequences) == documents
+        assert float(view.sequence_log_ratio_mean) == pytest.approx(0.06, rel=1e-6)
+        counts.append(len(operators.names))
+    assert counts[0] == counts[1]
+
+
+def test_environments_by_sample_and_by_token() -> None:
+    """Both weightings of one environment are wanted, each under its own name."""
+    x = torch.zeros(3, 100)
+    x[0, :10], x[1, :90], x[2, :50] = 1.0, 2.0, 4.0
+    where = group_slices(["math", "math", "code"], ["math", "code"], device="cpu") & (x > 0)
+    stats = slice_stats(x, zeros(x), slice_ids=where.ids, names=where.names, sequences=True)
+    assert float(stats["math"].log_ratio_mean) == pytest.approx(1.9)
+    assert float(stats.sequence_means["math"].log_ratio_mean) == pytest.approx(1.5)
+    assert float(stats.sequence_means["code"].log_ratio_mean) == 4.0
+
+
+def test_raw_ratios_beside_the_share_that_truncation_changes() -> None:
+    """A ratio logged after truncation: its maximum is the bound, and nobody knows for how many tokens."""
+    x = torch.tensor([0.0, 0.0, 0.0, math.log(40.0)])
+    view = slice_stats(x, zeros(x), truncate=(0.5, 2.0))["all"]
+    assert float(view.ratio_max) == pytest.approx(40.0)
+    assert float(view.ratio_mean) == pytest.approx(43 / 4)
+    assert float(view.clamped_ratio_mean) == pytest.approx(5 / 4)
+    assert float(view.truncated_fraction_high) == 0.25
+    assert float(view.ess_fraction) == pytest.approx(43**2 / 4 / 1603)
+    assert float(view.clamped_ess_fraction) == pytest.approx(25 / 4 / 7)
+
+
+def test_truncation_that_filters_everything() -> None:
+    """A division by zero where masking leaves no weight at all."""
+    x = torch.full((5,), math.log(10.0))
+    view = slice_stats(x, zeros(x), truncate=(0.5, 2.0))["all"]
+    assert float(view.truncated_fraction) == 1.0
+    assert float(view.masked_ratio_mean) == 0.0
+    assert not float(view.masked_ess_fraction) > 0.0
+    assert float(view.ess_fraction) == pytest.approx(1.0)
+
+
+def test_zeros_of_filtered_tokens_are_no_weights() -> None:
+    """A mean with the zeros of filtered tokens is one less their share, whatever the weights."""
+    x = torch.tensor([0.1, -0.1, 0.0, 5.0])
+    view = slice_stats(x, zeros(x), truncate=(0.5, 2.0))["all"]
+    kept = float(view.masked_ratio_mean) / (1.0 - float(view.truncated_fraction))
+    assert kept == pytest.approx((math.exp(0.1) + math.exp(-0.1) + 1.0) / 3)
+    assert float(view.masked_ratio_mean) == pytest.approx(0.75 * kept)
+
+
+def test_probabilities_where_log_ratios_exaggerate() -> None:
+    """A token of probability 1e-6 dominates the log-ratio; the engines agree on every token that matters."""
+    p, q = torch.tensor([0.5, 0.25, 1e-6]), torch.tensor([0.25, 0.25, 1e-9])
+    view = slice_stats(p.log(), q.log(), probabilities=True)["all"]
+    assert float(view.log_ratio_max) == pytest.approx(math.log(1000.0), rel=1e-5)
+    assert float(view.probability_diff_max) == pytest.approx(0.25, rel=1e-6)
+    assert float(view.probability_diff_mean) == pytest.approx(0.25 / 3, rel=1e-5)
+
+
+def test_clipping_is_where_the_gradient_vanishes() -> None:
+    """The share of ratios outside the clip range, where the sign of the advantage decides."""
+    x = torch.tensor([0.5, 0.5, -0.5, -0.5, 0.0])
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0])
+    view = slice_stats(x, zeros(x), advantages=advantages)["all"]
+    assert float(view.clip_fraction) == 0.8
+    assert (float(view.policy_clip_fraction_high), float(view.policy_clip_fraction_low)) == (0.2, 0.2)
+
+
+def test_advantages_of_one_sign_are_seen() -> None:
+    """A mean of 0 hides a batch in which one token in eight is rewarded."""
+    advantages = torch.tensor([7.0, -1, -1, -1, -1, -1, -1, -1])
+    x = torch.zeros(8)
+    view = slice_stats(x, zeros(x), advantages=advantages)["all"]
+    assert float(view.advantage_mean) == 0.0
+    assert float(view.advantage_positive_fraction) == 0.125
+    assert (float(view.advantage_min), float(view.advantage_max)) == (-1.0, 7.0)

@@ -6,6 +6,7 @@ import importlib
 import logging
 import math
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import torch
 
 from pyrlstats import SliceStats, slice_stats
 from pyrlstats.integrations.trl import RATIOS, Family, attach
+from pyrlstats.sinks import read_jsonl
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -81,10 +83,13 @@ def names_of_row(response: list[int], model: list[int], age: int) -> list[list[s
     return names
 
 
-def expected(batches: list[dict[str, Any]], ratio: str) -> dict[str, np.ndarray]:
-    """Slice -> its log-ratios in float64."""
+Rows = list[np.ndarray]  # float64 (n, 2): log-ratio and advantage of the tokens of one completion; none is empty
+
+
+def expected(batches: list[dict[str, Any]], ratio: str) -> dict[str, Rows]:
+    """Slice -> its completions."""
     new, old = RATIOS[ratio]
-    found: dict[str, list[float]] = defaultdict(list)
+    found: dict[str, Rows] = defaultdict(list)
     for batch in batches:
         logps = {
             "learner": batch["learner"],
@@ -95,38 +100,86 @@ def expected(batches: list[dict[str, Any]], ratio: str) -> dict[str, np.ndarray]
         response = batch["completion_mask"].tolist()
         model = batch.get("tool_mask", batch["completion_mask"]).tolist()
         for row in range(len(response)):
+            advantage = float(batch["advantages"][row])
+            tokens: dict[str, list[tuple[float, float]]] = defaultdict(list)
             for place, names in enumerate(names_of_row(response[row], model[row], batch["age"])):
                 for name in names:
-                    found[name].append(float(x[row, place]))
-    return {name: np.array(found[name]) for name in SLICES}
+                    tokens[name].append((float(x[row, place]), advantage))
+            for name, pairs in tokens.items():
+                found[name].append(np.array(pairs))
+    return {name: found[name] for name in SLICES}
 
 
-def check(logs: dict[str, Any], prefix: str, x: np.ndarray, clip: float = 0.2) -> None:
-    """Compare the logged statistics of one slice with those of its log-ratios x."""
+def tokens_of(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+    """Log-ratios and advantages of all tokens."""
+    return tuple(np.concatenate([np.empty((0, 2)), *rows]).T)  # type: ignore[return-value]
+
+
+def check(logs: dict[str, Any], prefix: str, rows: Rows, clip: float = 0.2) -> None:
+    """Compare the logged statistics of one slice with those of its tokens."""
     got = {key.removeprefix(prefix): value for key, value in logs.items() if key.startswith(prefix)}
+    x, advantages = tokens_of(rows)
     assert got.pop("n_tokens") == x.size, prefix
     if x.size == 0:
         assert not got, "an empty slice has nothing to say"
         return
-    finite = x[np.isfinite(x)]
-    n, size = finite.size, np.sort(np.abs(finite))
-    w = np.exp(finite)
+    finite, advantages = x[np.isfinite(x)], advantages[np.isfinite(x)]
+    low, high = math.log1p(-clip), math.log1p(clip)
     wanted = {
-        "n_finite": n,
+        "n_finite": finite.size,
         "zero_fraction": np.mean(finite == 0),
         "log_ratio_mean": finite.mean(),
         "log_ratio_min": finite.min(),
         "log_ratio_max": finite.max(),
         "kl_k3": np.mean(np.expm1(finite) - finite),
-        "ess_fraction": w.sum() ** 2 / (w**2).sum() / n,
-        "clip_fraction": np.mean((finite < math.log1p(-clip)) | (finite > math.log1p(clip))),
+        "ess_fraction": ess_fraction(np.exp(finite)),
+        "clip_fraction": np.mean((finite < low) | (finite > high)),
+        "abs_log_ratio_p50": quantile(np.abs(finite), 0.5),
+        "abs_log_ratio_p99": quantile(np.abs(finite), 0.99),
+        "abs_log_ratio_p99_9": quantile(np.abs(finite), 0.999),
     }
+    if "n_sequences" in got:
+        sums, means = (np.array([f(one[:, 0]) for one in rows]) for f in (np.sum, np.mean))
+        wanted |= {
+            "n_sequences": len(rows),
+            "sequence_log_ratio_min": sums.min(),
+            "sequence_log_ratio_max": sums.max(),
+            "sequence_ess_fraction": ess_fraction(np.exp(sums)),
+            "sequence_geometric_ess_fraction": ess_fraction(np.exp(means)),
+            "sequence_geometric_clip_fraction": np.mean((means < low) | (means > high)),
+        }
+    if "dual_clip_fraction" in got:
+        updates = np.abs(np.exp(finite) * advantages)
+        wanted |= {
+            "policy_clip_fraction_low": np.mean((finite < low) & (advantages < 0)),
+            "policy_clip_fraction_high": np.mean((finite > high) & (advantages > 0)),
+            "dual_clip_fraction": np.mean((np.exp(finite) > 3) & (advantages < 0)),
+            "update_abs_p99_9": quantile(updates, 0.999),
+            **({"update_ess_fraction": ess_fraction(updates)} if updates.any() else {}),
+        }
+    if "masked_ess_fraction" in got:
+        w = np.exp(finite)
+        inside = (w >= 0.7) & (w <= 1.5)
+        wanted |= {
+            "truncated_fraction_low": np.mean(w < 0.7),
+            "truncated_fraction_high": np.mean(w > 1.5),
+            "clamped_ess_fraction": ess_fraction(np.clip(w, 0.7, 1.5)),
+            "masked_ess_fraction": ess_fraction(w * inside),
+        }
+    assert set(got) == set(wanted), prefix
     for name, value in wanted.items():
-        assert got.pop(name) == pytest.approx(value, abs=2e-6), f"{prefix}{name}"
-    for name, q in {"p50": 0.5, "p99": 0.99, "p99_9": 0.999}.items():
-        value = size[max(1, math.ceil(q * n)) - 1]
-        assert got.pop(f"abs_log_ratio_{name}") == pytest.approx(value, rel=2**-5, abs=2e-6), f"{prefix}{name}"
-    assert not got, f"not checked: {got}"
+        binned = "_p" in name and name.startswith(("abs_", "update_"))
+        close = pytest.approx(value, rel=2**-5 if binned else 2e-6, abs=2e-6)
+        assert got[name] == close, f"{prefix}{name}"
+
+
+def ess_fraction(w: np.ndarray) -> float:
+    return float(w.sum() ** 2 / (w**2).sum() / w.size) if w.any() else 0.0
+
+
+def quantile(values: np.ndarray, q: float) -> float:
+    """The inverted CDF."""
+    return float(np.sort(values)[max(1, math.ceil(q * values.size)) - 1])
 
 
 def check_log(logs: dict[str, Any], batches: list[dict[str, Any]], ratios: set[str], before: str = "") -> None:
@@ -135,8 +188,8 @@ def check_log(logs: dict[str, Any], batches: list[dict[str, Any]], ratios: set[s
     assert batches
     assert {key.split("/")[1] for key in logs if key.startswith(prefix)} == ratios
     for ratio in ratios:
-        for name, x in expected(batches, ratio).items():
-            check(logs, f"{prefix}{ratio}/{name}/", x)
+        for name, rows in expected(batches, ratio).items():
+            check(logs, f"{prefix}{ratio}/{name}/", rows)
 
 
 def window(trainer: Any, mode: str, *steps: int) -> list[dict[str, Any]]:
@@ -195,9 +248,9 @@ def test_every_step_equals_the_recomputation(trained: Any, options: dict[str, An
     latest = handle.latest["train"]["learner_vs_old"]
     assert float(latest["all"].log_ratio_std) > 1e-3, "the policy has moved since the batch was generated"
     bounds = latest["post_tool"].abs_quantile_bounds([0.5, 0.99])
-    true = np.sort(np.abs(expected(window(trainer, "train", len(logs) - 1), "learner_vs_old")["post_tool"]))
+    x, _ = tokens_of(expected(window(trainer, "train", len(logs) - 1), "learner_vs_old")["post_tool"])
     for lo, hi, q in zip(*bounds, (0.5, 0.99), strict=True):
-        assert lo - 1e-6 <= true[max(1, math.ceil(q * true.size)) - 1] <= hi + 1e-6
+        assert lo - 1e-6 <= quantile(np.abs(x), q) <= hi + 1e-6
 
 
 def test_evaluation_is_kept_apart(trained: Any) -> None:
@@ -271,7 +324,7 @@ def test_an_attribute_that_was_there_comes_back(run: Any, tmp_path: Path, caplog
     trainer._compute_loss = lambda *args: attached(*args)  # someone else, later
     trainer.train()
     assert any(key.startswith("rl/") for key in calls[0])
-    with caplog.at_level(logging.WARNING, "pyrlstats.integrations.trl"):
+    with caplog.at_level(logging.WARNING, "pyrlstats"):
         handle.detach()
     assert "_compute_loss of the trainer has been wrapped by someone else" in caplog.text
     assert trainer.log is mine
@@ -294,7 +347,7 @@ def test_on_policy_it_says_so_once_and_reports_nothing(
 ) -> None:
     trainer = run.make_trainer(tmp_path, gradient_accumulation_steps=2, max_steps=3)  # TRL's default alignment
     handle = attach(trainer)
-    with caplog.at_level(logging.INFO, "pyrlstats.integrations.trl"):
+    with caplog.at_level(logging.INFO, "pyrlstats"):
         trainer.train()
     assert "old_per_token_logps" not in trainer.records.batches[0]
     assert not any("rl/" in key for logs in trainer.state.log_history for key in logs)
@@ -309,7 +362,7 @@ def test_on_policy_with_a_sampler_that_does_not_know_some_tokens(
 ) -> None:
     trainer = run.make_trainer(tmp_path, sampler_noise=math.inf, gradient_accumulation_steps=2, max_steps=2)
     attach(trainer)
-    with caplog.at_level(logging.INFO, "pyrlstats.integrations.trl"):
+    with caplog.at_level(logging.INFO, "pyrlstats"):
         trainer.train()
     for one in logs_of(trainer, "loss"):
         check_log(one, window(trainer, "train", one["step"] - 1), {"learner_vs_sampler"})
@@ -326,7 +379,7 @@ def test_a_loss_that_passes_by_is_said_once(run: Any, tmp_path: Path, caplog: py
     fused = type(trainer)._compute_loss
     trainer.compute_loss = lambda model, inputs, **_: fused(trainer, model, inputs)
     attach(trainer)
-    with caplog.at_level(logging.WARNING, "pyrlstats.integrations.trl"):
+    with caplog.at_level(logging.WARNING, "pyrlstats"):
         trainer.train()
     assert said(caplog, "no micro-batch has come by") == 1
     assert not any("rl/" in key for logs in trainer.state.log_history for key in logs)
@@ -347,10 +400,10 @@ def test_failures_never_reach_the_trainer(
     trainer = run.make_trainer(tmp_path, sampler_noise=0.5, **ONE)
     handle = attach(trainer, slices=["tool", Family(("mine",), broken)], on_stats=on_stats)
     torch.manual_seed(3)
-    with caplog.at_level(logging.WARNING, "pyrlstats.integrations.trl"):
+    with caplog.at_level(logging.WARNING, "pyrlstats"):
         trainer.train()
     assert handle.failures == {"count a micro-batch": 7, "call on_stats": 7}
-    assert said(caplog, "failed to count a micro-batch") == said(caplog, "failed to call on_stats") == 1
+    assert said(caplog, "to count a micro-batch failed") == said(caplog, "to call on_stats failed") == 1
     assert "a slice of the user" in caplog.text
     assert [one["rl/failures"] for one in logs_of(trainer, "loss")] == [2, 4, 6, 8, 10, 12, 14]
     without = trained(False, **ONE)[0]
@@ -388,6 +441,28 @@ def test_options(run: Any, tmp_path: Path) -> None:
     assert handle.latest["train"] is calls[-1][0]
 
 
+def test_what_is_asked_for_beside(run: Any, tmp_path: Path) -> None:
+    trainer = run.make_trainer(tmp_path, sampler_noise=0.5, steps_per_generation=2, max_steps=2)
+    handle = attach(
+        trainer, sequences=True, advantages=True, truncate=(0.7, 1.5), entropy=True, probabilities=True, slices=["tool"]
+    )
+    trainer.train()
+    assert handle.failures == {}
+    for one in logs_of(trainer, "loss"):
+        for ratio in SAMPLED:
+            rows = expected(window(trainer, "train", one["step"] - 1), ratio)
+            for name in SLICES[:4]:
+                prefix = f"rl/{ratio}/{name}/"
+                own = {key: value for key, value in one.items() if "/perplexity_" not in key and "/prob" not in key}
+                check(own, prefix, rows[name])
+                if rows[name]:
+                    w = np.exp(tokens_of(rows[name])[0])
+                    share = w / w.sum()
+                    wanted = np.exp(-(share * np.log(share)).sum()) / w.size
+                    assert one[f"{prefix}perplexity_ess_fraction"] == pytest.approx(wanted, abs=2e-6)
+                    assert one[f"{prefix}probability_diff_max"] >= one[f"{prefix}probability_diff_mean"] >= 0
+
+
 def test_all_statistics(run: Any, tmp_path: Path) -> None:
     trainer = run.make_trainer(tmp_path, steps_per_generation=2, max_steps=1)
     handle = attach(trainer, slices=[], statistics=None)
@@ -407,7 +482,7 @@ def test_all_statistics(run: Any, tmp_path: Path) -> None:
         ({"statistics": ["p99"]}, ValueError, r"statistics must be among .*, got \['p99'\]"),
         ({"statistics": "kl_k3"}, TypeError, r"use \['kl_k3'\]"),
         ({"clip": (2, 3)}, ValueError, "clip"),
-        ({"accumulator_options": {"sequence": True}}, TypeError, "sequence"),
+        ({"sequences": "rows"}, TypeError, "sequences must be True or False"),
     ],
 )
 def test_bad_arguments_change_nothing(
@@ -431,6 +506,36 @@ def test_other_trainers_are_refused() -> None:
         attach(older)
 
 
+# -- the page and the example -----------------------------------------------------------------------------------------
+
+
+def test_the_code_of_the_page_runs(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[1] / "docs" / "trl.md").read_text()
+    exec(compile("\n".join(re.findall(r"```python\n(.*?)```", page, re.S)), "trl.md", "exec"), {})
+
+
+def test_the_example_streams_to_its_files(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    monkeypatch.setattr(sys, "argv", ["trl_grpo_tool.py", "--out", str(tmp_path), "--steps", "3"])
+    run.example.main()
+    assert "post_tool" in capsys.readouterr().out
+    lines = read_jsonl(tmp_path / "rl.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    (events,) = (tmp_path / "runs").rglob("events.*")
+    board = accumulator.EventAccumulator(str(events), size_guidance={"scalars": 0}).Reload()
+    for statistic in ("n_tokens", "abs_log_ratio_p99", "ess_fraction"):  # TRL's own TensorBoard, and our file
+        scalars = board.Scalars(f"train/rl/learner_vs_old/post_tool/{statistic}")
+        ours = [line[f"train/learner_vs_old/post_tool/{statistic}"] for line in lines]
+        assert [one.value for one in scalars] == pytest.approx(ours, rel=1e-6)
+    assert {"train/loss", "train/reward"} <= set(board.Tags()["scalars"])
+    histograms = accumulator.EventAccumulator(str(tmp_path / "histograms"), size_guidance={"histograms": 0}).Reload()
+    (first, *_) = histograms.Histograms("train/learner_vs_old/post_tool/log_ratio")
+    assert first.histogram_value.num == lines[0]["train/learner_vs_old/post_tool/n_tokens"]
+
+
 # -- RLOO and AsyncGRPO -----------------------------------------------------------------------------------------------
 
 
@@ -447,9 +552,10 @@ def test_rloo(run: Any, tmp_path: Path, beta: float) -> None:
         for batch in batches:  # the spy's tokens are those whose sum the loss got
             total = (batch["old_per_token_logps"] * batch["completion_mask"]).sum(1)
             torch.testing.assert_close(total, batch["old_logps"])
-        x = expected(batches, "learner_vs_old")
-        for name in ("all", "stale_0", "stale_1", "stale_2", "stale_3"):
-            check(one, f"rl/learner_vs_old/{name}/", x[name])
+        assert one["rl/learner_vs_old/all/n_sequences"] == 8, "its ratio is that of whole completions"
+        rows = expected(batches, "learner_vs_old")
+        for name in ("all", *AGES):
+            check(one, f"rl/learner_vs_old/{name}/", rows[name])
         assert {key.split("/")[1] for key in one if key.startswith("rl/")} == {"learner_vs_old"}
     assert float(handle.latest["train"]["learner_vs_old"]["stale_3"].log_ratio_std) > 1e-3
     handle.detach()
@@ -459,29 +565,36 @@ def test_rloo(run: Any, tmp_path: Path, beta: float) -> None:
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_async_grpo(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulation: int) -> None:
     trainer = run.make_async_trainer(tmp_path, monkeypatch, max_steps=3, gradient_accumulation_steps=accumulation)
-    handle = attach(trainer)
+    handle = attach(trainer, sequences=True, advantages=True)
     trainer.train()
     assert handle.failures == {}
     logs = logs_of(trainer, "loss")
     assert len(logs) == 3
     for one in logs:
-        x: dict[str, list[float]] = defaultdict(list)
+        rows: dict[str, Rows] = defaultdict(list)
         batches = window(trainer, "train", one["step"] - 1)
         assert len(batches) == accumulation
         for batch in batches:
             terms = batch["token_index"][0] >= 0
             learner = batch["learner"].flatten()[batch["token_index"][0][terms]].double()
-            values = (learner - batch["old_log_probs"][0][terms].double()).tolist()
+            x = learner - batch["old_log_probs"][0][terms].double()
+            pairs = iter(zip(x.tolist(), batch["advantages"][0][terms].tolist(), strict=True))
             for which in range(8):  # two groups of four completions; the terms of one follow one another
                 mask = run.rollout(0, which % 4)[1]
                 response = [0] * len(run.PROMPT) + [1] * (len(mask) - len(run.PROMPT))
+                tokens: dict[str, list[Any]] = defaultdict(list)
                 for names in names_of_row(response, mask, 0):
+                    pair = next(pairs) if names else None
                     for name in names:
-                        x[name].append(values[0])
-                    values = values[1:] if names else values
-            assert not values
+                        tokens[name].append(pair)
+                for name, found in tokens.items():
+                    rows[name].append(np.array(found))
+            assert next(pairs, None) is None
         for name in [*SLICES[:4], *TURNS]:
-            check(one, f"rl/learner_vs_sampler/{name}/", np.array(x[name]))
+            check(one, f"rl/learner_vs_sampler/{name}/", rows[name])
+        view = handle.latest["train"]["learner_vs_sampler"]
+        assert int(view["all"].n_sequences_empty) == 0
+        assert int(view["text"].n_sequences_empty) == 6 * accumulation
         assert one["rl/learner_vs_sampler/turn_3_4/n_tokens"] > 0
         assert one["rl/learner_vs_sampler/all/log_ratio_mean"] == pytest.approx(x_mean(one), abs=1e-4), (
             "the ratio that TRL logs itself"
@@ -523,6 +636,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     finally:
         for process in processes:
             process.kill()
+            process.communicate()
     return [torch.load(folder / f"rank_{rank}.pt", weights_only=False) for rank in range(2)]
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from pyrlstats import reference
 from pyrlstats.backends.batch import Batch
 from pyrlstats.backends.reference import to_numpy
+from pyrlstats.backends.tokens import as_dtype
 from pyrlstats.state import Array, namespace
 
 
@@ -32,17 +32,16 @@ def on_host(batch: Batch) -> Batch:
 def log_ratio(batch: Batch) -> Array:
     """x = logp - old_logp, float32 (n,). Does not sync."""
     xp = namespace(batch.logp)
-    if xp is np:
-        return reference.log_ratio(batch.logp, batch.old_logp).reshape(-1)
     wide = xp.float64 if xp.float64 in (batch.logp.dtype, batch.old_logp.dtype) else xp.float32
-    return (batch.logp.to(wide) - batch.old_logp.to(wide)).to(xp.float32).reshape(-1)
+    with np.errstate(invalid="ignore", over="ignore"):
+        difference = as_dtype(batch.logp.reshape(-1), wide) - as_dtype(batch.old_logp.reshape(-1), wide)
+        return as_dtype(difference, xp.float32)
 
 
 def members(batch: Batch, index: int) -> Array:
     """Who is in the slice of this index: bool (n,). Does not sync."""
     if batch.slice_ids is not None:
-        xp = namespace(batch.slice_ids)
-        chosen = xp.asarray(batch.slice_ids, dtype=xp.int64) == index
+        chosen = as_dtype(batch.slice_ids, namespace(batch.slice_ids).int64) == index
     elif batch.masks is not None:
         chosen = batch.masks[index] != 0
     else:

@@ -18,7 +18,7 @@ class PairAccumulator:
     """Log-ratios of pairs of policies, kept apart, each over the same disjoint slices and ``all`` of them.
 
     Args:
-        pairs: names, such as ``learner_old``.
+        pairs: names, such as ``learner_vs_old``.
         slices: names of the disjoint slices of every pair.
         clip: (low, high) of the ratio clip.
         device: where the inputs will be; None takes the first inputs' device.
@@ -43,10 +43,10 @@ class PairAccumulator:
         self._accumulator.update(logp, old_logp, slice_ids=torch.where(ids >= 0, ids + offset, ids))
 
     def take(self) -> dict[str, SliceStats]:
-        """Everything since the last call, by pair, where the tensors lie; starts anew. Does not sync."""
-        stats = self._accumulator.compute()
+        """Everything since the last call, of this rank, by pair, in NumPy memory; starts anew. One copy to the host."""
+        host = SliceStats(self._accumulator.compute().state.to_host())
         self._accumulator.reset()
-        return self._by_pair(stats)
+        return self._by_pair(host)
 
     def collect(self, group: Any = None) -> dict[str, SliceStats]:
         """Everything since the last call, of all ranks of ``group``, by pair, in NumPy memory; starts anew.

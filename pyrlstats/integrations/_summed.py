@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from pyrlstats.integrations._guard import Guard
 from pyrlstats.integrations._pairs import TOOL_SLICES, PairAccumulator
-from pyrlstats.integrations.sums import sums_for_reduction
+from pyrlstats.integrations.sums import as_floats, sums_for_reduction
 
 
 class MicroBatchSums:
@@ -18,7 +17,7 @@ class MicroBatchSums:
 
     Args:
         what: named in the warning when counting fails.
-        pairs: names, such as ``learner_old``.
+        pairs: names, such as ``learner_vs_old``.
         prefix: put before every key.
         clip: (low, high) of the ratio clip.
         extrema: see :func:`sums_for_reduction`.
@@ -38,8 +37,8 @@ class MicroBatchSums:
         self.prefix, self.extrema = prefix, extrema
         self._accumulator = PairAccumulator(pairs, slices, clip=clip)
 
-    def __call__(self, count: Callable[[PairAccumulator], None]) -> dict[str, Any]:
-        """Sums of what ``count`` puts into the accumulator. Does not sync."""
+    def __call__(self, count: Callable[[PairAccumulator], None]) -> dict[str, float]:
+        """Sums of what ``count`` puts into the accumulator. One copy to the host, which syncs on a GPU."""
         failures = self.guard.failures
         self.guard(count, self._accumulator)
         counted = self._accumulator.take()
@@ -47,7 +46,7 @@ class MicroBatchSums:
             counted = PairAccumulator(
                 self._accumulator.pairs, self._accumulator.slices, clip=self._accumulator.clip
             ).take()
-        sums: dict[str, Any] = {}
+        sums: dict[str, float] = {}
         for pair, stats in counted.items():
-            sums |= sums_for_reduction(stats, f"{self.prefix}{pair}/", extrema=self.extrema)
+            sums |= as_floats(sums_for_reduction(stats, f"{self.prefix}{pair}/", extrema=self.extrema))
         return sums

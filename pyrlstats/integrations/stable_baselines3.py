@@ -37,6 +37,8 @@ class UpdateStatsCallback(BaseCallback):
     the same bits as one without. One copy to the host an update. It never raises into training: failures are counted
     in ``guard.failures`` and logged once.
 
+    Clip fractions are of the clip range with which the run starts, also where a schedule changes it.
+
     Args:
         prefix: put before every key.
         on_stats: called with (n_updates, statistics) after each update, the last included: for sinks.
@@ -99,7 +101,7 @@ class _Update:
     def __init__(self, model: Any, guard: Guard) -> None:
         self._buffer, self._policy, self._guard = model.rollout_buffer, model.policy, guard
         self._names = [f"epoch_{epoch}" for epoch in range(getattr(model, "n_epochs", 1))]
-        self._accumulator = SliceAccumulator(self._names, device=model.device)
+        self._accumulator = SliceAccumulator(self._names, clip=_clip_of(model), device=model.device)
         self._epoch = -1
         self._samples: Any = None  # of the minibatch that the policy has not evaluated yet
         get, evaluate = self._buffer.get, self._policy.evaluate_actions
@@ -140,3 +142,10 @@ class _Update:
         ids = torch.full(log_prob.shape, self._epoch, dtype=torch.int32, device=log_prob.device)
         padding = getattr(samples, "mask", None)  # RecurrentPPO pads its sequences
         self._accumulator.update(log_prob, old_log_prob, slice_ids=ids, mask=None if padding is None else padding > 0.5)
+
+
+def _clip_of(model: Any) -> tuple[float, float]:
+    """PPO's clip range where it starts; the accumulator's own default for algorithms without one."""
+    schedule = getattr(model, "clip_range", None)
+    start = float(schedule(1.0)) if callable(schedule) else 0.2
+    return min(start, 0.99), start

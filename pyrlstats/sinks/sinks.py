@@ -111,7 +111,9 @@ class Sinks:
 
 
 def _number(value: Any) -> float:
-    return value if isinstance(value, (int, float)) else float(value)
+    if isinstance(value, (int, float)):
+        return value
+    return float(value.item() if hasattr(value, "item") else value)  # float() of a tensor with grad warns
 
 
 def _evaluate(prefix: str, stats: Statistics[Any]) -> tuple[Statistics[Any], dict[str, float]]:

@@ -13,7 +13,7 @@ from pyrlstats.sinks.clients import client
 class WandbSink:
     """Logs scalars under their keys and the histogram of each slice as ``prefix + slice + "/log_ratio"``.
 
-    NaN and infinity are kept; charts leave them out. A histogram has at most 512 bars with exact counts. Uploads are
+    NaN and infinity are kept. A histogram has at most 512 bars with exact counts. Uploads are
     the client's own, beside training.
 
     W&B drops what comes for a step below its own counter, which every ``run.log`` without ``step=`` moves. Where a

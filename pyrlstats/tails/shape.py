@@ -116,8 +116,17 @@ class TailShape(Mapping[str, TailView]):
 
     @cached_property
     def _fit(self) -> Fit:
+        largest, n = self.largest, self.n
+        in_numpy = flat.in_host_memory(n)
+        if in_numpy:  # the same digits for arrays and CPU tensors
+            largest, n = np.asarray(largest), np.asarray(n)
         with np.errstate(all="ignore"):  # empty slices
-            return pareto.fit(self.largest, self.n, tail_sizes(self.n, self.sample_size))
+            found = pareto.fit(largest, n, tail_sizes(n, self.sample_size))
+        if in_numpy and not isinstance(self.n, np.ndarray):
+            import torch
+
+            return Fit(*(torch.from_numpy(column) for column in found))
+        return found
 
     @property
     def pareto_k(self) -> Array:
@@ -238,14 +247,15 @@ def tail_shape(
     above the next one: a tie with the cutoff is outside. NaN and infinite x are excluded; ``slice_stats`` counts them.
 
     k-hat grows with n for most distributions (log-ratios with tails of a power law have weights without any tail
-    index), and its standard deviation is about 0.1 at n = 1e4 and 0.03 at n = 1e6. So compare k-hat only at one n:
+    index), and its standard deviation is about 0.08 at n = 1e4 and 0.03 at n = 1e6. So compare k-hat only at one n:
     ``sample_size=n`` looks at the same share of the tokens as the tail of n tokens has, whatever the step or slice.
 
     Args:
         logp, old_logp, masks, slice_ids, names, mask: as for :func:`pyrlstats.slice_stats`.
         capacity: largest x kept a slice. None keeps what the tail of all these tokens (of all ranks) needs. What is to
-            be merged needs the same: that of the whole step, ``tail_size(tokens) + 1``; k-hat is NaN with the reason
-            "capacity" where it turns out too small.
+            be merged needs the same: that of the whole step, ``tail_size(tokens) + 1`` (with ``sample_size`` it is
+            ``tokens * tail_size(sample_size) // sample_size + 1``); k-hat is NaN with the reason "capacity" where it
+            turns out too small.
         sample_size: see above.
         group: a ``torch.distributed`` process group over whose ranks' tokens, together, the tail is taken;
             None: this process alone. Without ``capacity`` the ranks first add up their tokens, which syncs.

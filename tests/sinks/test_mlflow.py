@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -54,16 +55,43 @@ def test_many_slices_and_names_that_mlflow_refuses(store: Any) -> None:
         MLflowSink(run_id, uri).write(2, {}, {"a>": 1.0, "a<": 2.0})
 
 
-def test_a_step_that_was_refused_is_counted(store: Any) -> None:
+def test_steps_that_were_refused_are_counted(store: Any) -> None:
     uri, run_id, client = store
-    stats = slice_stats(np.zeros(2, np.float32), np.zeros(2, np.float32))
     sinks = Sinks([MLflowSink(run_id, uri)])
+    stats = slice_stats(np.zeros(2, np.float32), np.zeros(2, np.float32))
     sinks.write(1, stats)
-    sinks.write(2, stats)
+    sinks.close()
     client.delete_run(run_id)
+    sinks.write(2, stats)
+    sinks.close()
+    assert sinks.failures["MLflowSink"] == 1
+    client.restore_run(run_id)
     sinks.write(3, stats)
     sinks.close()
     assert sinks.failures["MLflowSink"] == 1
+    assert [metric.step for metric in client.get_metric_history(run_id, "rl/all/n_tokens")] == [1, 3]
+
+
+def test_a_server_that_hangs_does_not_hold_up_training(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    uri, run_id, client = store
+    sink = MLflowSink(run_id, uri)
+    server, log_batch = threading.Event(), sink._client.log_batch
+
+    def hanging(*args: Any, **kwargs: Any) -> None:
+        assert server.wait(60)
+        log_batch(*args, **kwargs)
+
+    monkeypatch.setattr(sink._client, "log_batch", hanging)
+    sinks = Sinks([sink])
+    for step in range(103):
+        sinks.write(step, {}, {"loss": step})
+    assert sinks.failures["MLflowSink"] == 3
+    server.set()
+    sinks.close()
+    sinks.write(103, {}, {"loss": 103})
+    sinks.close()
+    assert sinks.failures["MLflowSink"] == 3
+    assert [metric.step for metric in client.get_metric_history(run_id, "loss")] == [*range(100), 103]
 
 
 def test_there_must_be_a_run() -> None:

@@ -48,7 +48,7 @@ def test_every_sink_gets_the_same_host_statistics_and_scalars() -> None:
     stats = slice_stats(x, torch.zeros(100))
     one, other = Kept(), Kept()
     with Sinks([one, other], prefix="step/") as sinks:
-        sinks.write(3, stats, {"loss": torch.tensor(0.5), "n": np.int64(4)})
+        sinks.write(3, stats, {"loss": torch.tensor(0.5, requires_grad=True), "n": np.int64(4)})
     (step, given, scalars), (_, given_too, scalars_too) = one.written[0], other.written[0]
     assert step == 3
     assert isinstance(given["step/"].state.buffer, np.ndarray)

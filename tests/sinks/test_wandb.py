@@ -41,6 +41,8 @@ def records(path: Path) -> Iterator[Any]:
 
 
 def history(folder: Path) -> list[dict[str, Any]]:
+    wandb.run.finish()
+    wandb.teardown()  # only then is the file complete
     (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
     rows = []
     for record in records(path):
@@ -76,7 +78,6 @@ def test_scalars_and_histograms(run: Any, tmp_path: Path, steps: Any, wanted: Ca
             sinks.write(step, stats, {"reward": 1})
         sinks.write(3, steps[0][1])  # W&B would drop it
     assert sinks.failures == {"WandbSink": 1, "statistics": 0}
-    run.finish()
     rows = history(tmp_path)
     for row, (step, stats), numbers in zip(rows, steps, wanted("rl/").values(), strict=True):
         assert row["_step"] == step
@@ -101,7 +102,6 @@ def test_beside_a_trainer_with_a_counter_of_its_own(run: Any, tmp_path: Path, st
         run.log({"loss": 0.25, "train/global_step": step})
         sinks.write(step, stats)
     assert not any(sinks.failures.values())
-    run.finish()
     rows = [row for row in history(tmp_path) if "rl/all/kl_k3" in row]
     assert [row["train/global_step"] for row in rows] == [step for step, _ in steps]
     np.testing.assert_equal({key: rows[2][key] for key in rows[2] if key.startswith("rl/")}, steps[2][1].to_dict("rl/"))

@@ -19,6 +19,7 @@ from stable_baselines3.common.logger import configure  # noqa: E402
 
 from pyrlstats import SliceStats  # noqa: E402
 from pyrlstats.integrations.stable_baselines3 import UpdateStatsCallback  # noqa: E402
+from pyrlstats.sinks import JsonlSink, Sinks, read_jsonl  # noqa: E402
 
 STEPS, ROLLOUT, EPOCHS = 192, 64, 3
 
@@ -139,7 +140,7 @@ def test_a_run_with_it_has_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_logged_with_sb3s_figures_of_the_same_update(tmp_path: Path) -> None:
-    model, callback = make(), UpdateStatsCallback()
+    model, callback = make(clip_range=0.1), UpdateStatsCallback()
     model.set_logger(configure(str(tmp_path), ["json", "csv", "log"]))
     model.learn(STEPS, callback=callback)
     model.logger.close()
@@ -155,6 +156,14 @@ def test_logged_with_sb3s_figures_of_the_same_update(tmp_path: Path) -> None:
     assert rows[-1]["log_ratio/all/kl_k3"] == callback.stats.to_dict()["all/kl_k3"]
     assert "ess_fraction" in (tmp_path / "log.txt").read_text()
     assert "n_nan" not in (tmp_path / "log.txt").read_text()
+
+
+def test_sinks_take_every_update(tmp_path: Path) -> None:
+    with Sinks([JsonlSink(tmp_path / "updates.jsonl")]) as sinks:
+        taught(UpdateStatsCallback(on_stats=sinks.write))
+    records = read_jsonl(tmp_path / "updates.jsonl")
+    assert [record["step"] for record in records] == [EPOCHS, 2 * EPOCHS, 3 * EPOCHS]
+    assert all(record["rl/all/n_tokens"] == ROLLOUT * EPOCHS for record in records)
 
 
 def test_early_stopping_and_detaching() -> None:
@@ -177,6 +186,14 @@ def test_on_policy_by_construction_says_so() -> None:
     model.learn(64, callback=callback)
     assert callback.stats is not None
     assert float(callback.stats["all"].log_ratio_abs_mean) < 1e-6
+
+
+def test_an_algorithm_without_ratios_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    callback = UpdateStatsCallback()
+    with caplog.at_level(logging.WARNING, "pyrlstats"):
+        sb3.DQN("MlpPolicy", "CartPole-v1", device="cpu", learning_starts=100).learn(20, callback=callback)
+    assert callback.guard.failures == len(caplog.records) == 1
+    assert callback.stats is None
 
 
 def test_what_fails_does_not_reach_training(caplog: pytest.LogCaptureFixture) -> None:

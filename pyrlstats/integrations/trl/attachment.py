@@ -9,7 +9,7 @@ from typing import Any
 
 from pyrlstats.accumulator import SliceAccumulator
 from pyrlstats.integrations.trl.failures import Failures
-from pyrlstats.integrations.trl.families import Family, masks_of, names_of, resolve
+from pyrlstats.integrations.trl.families import ALL, Family, masks_of, names_of, resolve
 from pyrlstats.integrations.trl.hooks import Hooks, is_hooked
 from pyrlstats.integrations.trl.pooling import Reducer, Stats, Window
 from pyrlstats.integrations.trl.readers import reader_for
@@ -30,8 +30,27 @@ STATISTICS = (
     "kl_k3",
     "ess_fraction",
     "clip_fraction",
+    # of what is asked for beside
+    "n_sequences",
+    "sequence_log_ratio_min",
+    "sequence_log_ratio_max",
+    "sequence_ess_fraction",
+    "sequence_geometric_ess_fraction",
+    "sequence_geometric_clip_fraction",
+    "policy_clip_fraction_low",
+    "policy_clip_fraction_high",
+    "dual_clip_fraction",
+    "update_abs_p99_9",
+    "update_ess_fraction",
+    "truncated_fraction_low",
+    "truncated_fraction_high",
+    "clamped_ess_fraction",
+    "masked_ess_fraction",
+    "perplexity_ess_fraction",
+    "probability_diff_mean",
+    "probability_diff_max",
 )
-"""What is logged by default, of each slice; ``handle.latest`` holds everything."""
+"""What is logged by default of each slice, as far as it is kept; ``handle.latest`` holds everything."""
 
 _DEFAULT_LAYOUT = Layout()
 
@@ -46,9 +65,14 @@ def attach(
     statistics: Sequence[str] | None = STATISTICS,
     clip: tuple[float, float] | None = None,
     layout: Layout = _DEFAULT_LAYOUT,
+    sequences: bool | None = None,
+    advantages: bool = False,
+    dual_clip: float = 3.0,
+    truncate: tuple[float, float] | None = None,
+    entropy: bool = False,
+    probabilities: bool = False,
     group: Any = None,
     on_stats: OnStats | None = None,
-    accumulator_options: Mapping[str, Any] | None = None,
 ) -> Attachment:
     """Add log-ratio statistics to what a TRL trainer logs. Call it on every rank, before ``trainer.train()``.
 
@@ -72,10 +96,13 @@ def attach(
             trainer's ``log_history`` and its checkpoints, slices x ratios times.
         clip: (low, high) of the ratio clip; None takes the trainer's epsilons.
         layout: bins of the histogram.
+        sequences: statistics over whole completions too; None where the trainer's own ratio is one of those (RLOO, and
+            GRPO with ``importance_sampling_level="sequence"``).
+        advantages: statistics that depend on the trainer's advantages too.
+        dual_clip, truncate, entropy, probabilities: as :func:`pyrlstats.slice_stats`.
         group: the process group of all ranks that hold different tokens; None is all of the trainer's processes.
         on_stats: called as ``on_stats(stats, mode, step)`` at each of these logs, on every rank, with the statistics
             by ratio in NumPy memory, "train" or "eval", and the trainer's global step.
-        accumulator_options: passed on to :class:`pyrlstats.SliceAccumulator`.
 
     Returns:
         A handle, with ``latest``, ``failures`` and ``detach()``.
@@ -85,9 +112,28 @@ def attach(
         ValueError: unknown slices or statistics, names twice, a bad clip, or a trainer that is attached already.
             The trainer is unchanged.
     """
-    return Attachment(
-        trainer, slices, prefix, statistics, clip, layout, group, on_stats, dict(accumulator_options or {})
-    )
+    reader = reader_for(trainer)
+    if is_hooked(trainer):
+        raise ValueError("this trainer is attached already: call detach() on the handle of before")
+    families = resolve(slices, reader.families)
+    by_sequence = reader.by_sequence or getattr(trainer, "importance_sampling_level", "token") == "sequence"
+
+    def make(names: Sequence[str]) -> SliceAccumulator:
+        return SliceAccumulator(
+            names,
+            layout=layout,
+            clip=_epsilons(trainer) if clip is None else clip,
+            device=trainer.accelerator.device,
+            sequences=by_sequence if sequences is None else sequences,
+            advantages=advantages,
+            dual_clip=dual_clip,
+            truncate=truncate,
+            entropy=entropy,
+            probabilities=probabilities,
+        )
+
+    logged = _checked(statistics, make([ALL]).compute())
+    return Attachment(trainer, reader, families, make, prefix=prefix, logged=logged, group=group, on_stats=on_stats)
 
 
 class Attachment:
@@ -101,39 +147,31 @@ class Attachment:
     def __init__(
         self,
         trainer: Any,
-        slices: Sequence[str | Family] | None,
+        reader: Any,
+        families: Sequence[Family],
+        make: Callable[[Sequence[str]], SliceAccumulator],
+        *,
         prefix: str,
-        statistics: Sequence[str] | None,
-        clip: tuple[float, float] | None,
-        layout: Layout,
+        logged: frozenset[str],
         group: Any,
         on_stats: OnStats | None,
-        accumulator_options: dict[str, Any],
     ) -> None:
-        reader = reader_for(trainer)
-        if is_hooked(trainer):
-            raise ValueError("this trainer is attached already: call detach() on the handle of before")
-        self._families, self._absent = resolve(slices, reader.families), reader.absent
-        self._trainer, self._prefix, self._on_stats = trainer, prefix, on_stats
         self.latest: dict[str, Stats] = {}
+        self._trainer, self._reader, self._families = trainer, reader, families
+        self._prefix, self._logged, self._on_stats = prefix, logged, on_stats
         self._failures = Failures()
-        names, device = names_of(self._families), trainer.accelerator.device
-        bounds = _epsilons(trainer) if clip is None else clip
-
-        def make(names: Sequence[str]) -> SliceAccumulator:
-            return SliceAccumulator(names, layout=layout, clip=bounds, device=device, **accumulator_options)
-
+        names = names_of(families)
         self._windows = {mode: Window(reader.ratios, lambda: make(names)) for mode in ("train", "eval")}
         self._reducer = Reducer(reader.ratios, names, make, group, trainer.accelerator.num_processes)
-        self._statistics = None if statistics is None else _checked(statistics, make(["all"]).compute())
+        self._keeps = {one.name for one in self._reducer.groups}
         self._hooks = Hooks(trainer)
-        reader(trainer, self._hooks, self._count, self._failures.caught)
+        reader(trainer, self._hooks, self._deliver, self._failures)
         self._hooks.wrap("log", self._log)
 
     @property
     def failures(self) -> dict[str, int]:
         """What could not be done -> how often."""
-        return dict(self._failures.counts)
+        return self._failures.counts
 
     def detach(self) -> None:
         """Restore the trainer: its methods are the objects they were. Once more does nothing.
@@ -144,30 +182,34 @@ class Attachment:
         if buried:
             self._failures.say_once(
                 logging.WARNING,
-                f"{', '.join(buried)} of the trainer has been wrapped by someone else since attach(): left as it is; "
-                "the wrapper of pyrlstats inside of it only passes calls on.",
+                f"pyrlstats: {', '.join(buried)} of the trainer has been wrapped by someone else since attach(): left "
+                "as it is; the wrapper of pyrlstats inside of it only passes calls on.",
             )
 
-    def _count(self, read: Callable[[], Tokens]) -> None:
-        mode = "train" if self._trainer.model.training else "eval"
-        window = self._windows[mode]
+    def _deliver(self, read: Callable[[], Tokens]) -> None:
+        window = self._windows["train" if self._trainer.model.training else "eval"]
         window.micro_batches += 1  # whatever happens next: the ranks must agree on whether there is something to reduce
-        with self._failures.caught("count a micro-batch"):
-            tokens = read()
-            for whose, (level, text) in self._absent.items():
-                if whose not in tokens.logps:
-                    self._failures.say_once(level, text)
-            masks = masks_of(self._families, tokens)
-            for ratio, accumulator in window.accumulators.items():
-                new, old = RATIOS[ratio]
-                if new in tokens.logps and old in tokens.logps:
-                    accumulator.update(tokens.logps[new], tokens.logps[old], masks, mask=tokens.mask)
-                    window.counted.add(ratio)
+        self._failures("count a micro-batch", self._count, window, read)
+
+    def _count(self, window: Window, read: Callable[[], Tokens]) -> None:
+        tokens = read()
+        for whose, (level, text) in self._reader.absent.items():
+            if whose not in tokens.logps:
+                self._failures.say_once(level, text)
+        masks = masks_of(self._families, tokens)
+        beside = {
+            "advantages": tokens.advantages if "advantages" in self._keeps else None,
+            "cu_seqlens": tokens.cu_seqlens if "sequences" in self._keeps else None,
+        }
+        for ratio, accumulator in window.accumulators.items():
+            new, old = RATIOS[ratio]
+            if new in tokens.logps and old in tokens.logps:
+                accumulator.update(tokens.logps[new], tokens.logps[old], masks, mask=tokens.mask, **beside)
+                window.counted.add(ratio)
 
     def _log(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def log(logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-            with self._failures.caught("report"):
-                logs.update(self._report(logs))
+            logs.update(self._failures("report", self._report, logs) or {})
             return original(logs, *args, **kwargs)
 
         return log
@@ -182,15 +224,16 @@ class Attachment:
                 self._failures.say_once(logging.WARNING, _NO_LOSS)
             return {}
         stats = self._reducer.take(window)
+        for one in stats.values():
+            self._reader.correct(one.state)
         self.latest[mode] = stats
         if self._on_stats is not None:
-            with self._failures.caught("call on_stats"):
-                self._on_stats(stats, mode, self._trainer.state.global_step)
+            self._failures("call on_stats", self._on_stats, stats, mode, self._trainer.state.global_step)
         prefix = before + self._prefix
         report: dict[str, float] = {}
         for ratio, one in stats.items():
             report.update(self._selected(one, f"{prefix}{ratio}/"))
-        failed = sum(self._failures.counts.values())
+        failed = sum(self.failures.values())
         return {**report, f"{prefix}failures": failed} if failed else report
 
     def _selected(self, stats: SliceStats, prefix: str) -> dict[str, float]:
@@ -199,8 +242,8 @@ class Attachment:
         chosen = {}
         for key, value in stats.to_dict().items():
             name, _, statistic = key.rpartition("/")
-            wanted = self._statistics is None or statistic in self._statistics
-            if wanted and (statistic == "n_tokens" or name not in empty) and not math.isnan(value):
+            wanted = statistic in self._logged and (statistic == "n_tokens" or name not in empty)
+            if wanted and not math.isnan(value):
                 chosen[prefix + key] = value
         return chosen
 
@@ -233,11 +276,13 @@ def _epsilons(trainer: Any) -> tuple[float, float]:
     return 0.2, 0.2
 
 
-def _checked(statistics: Sequence[str], like: SliceStats) -> frozenset[str]:
+def _checked(statistics: Sequence[str] | None, like: SliceStats) -> frozenset[str]:
     known = [key.rpartition("/")[2] for key in like.to_dict()]
+    if statistics is None:
+        return frozenset(known)
     if isinstance(statistics, str):
         raise TypeError(f"statistics must be a sequence of names, got the string {statistics!r}: use [{statistics!r}]")
     unknown = [name for name in statistics if name not in known]
-    if unknown:
+    if unknown and statistics is not STATISTICS:
         raise ValueError(f"statistics must be among {known}, got {unknown}")
     return frozenset(statistics)

@@ -1,36 +1,35 @@
-"""Monitoring never takes a training run down: what could not be done is counted, and said once."""
+"""Failures by what was being done, and messages that are said once."""
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-logger = logging.getLogger("pyrlstats.integrations.trl")
+from pyrlstats.integrations._guard import Guard
+
+Result = TypeVar("Result")
+
+_logger = logging.getLogger("pyrlstats")
 
 
 class Failures:
-    """Counts by what was being done. Each kind is logged once, with its traceback."""
+    """Calls functions whose errors must not reach the trainer: one :class:`Guard` for each thing that is done."""
 
     def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
+        self._guards: dict[str, Guard] = {}
         self._said: set[str] = set()
 
-    @contextmanager
-    def caught(self, doing: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception:
-            self.counts[doing] += 1
-            if self.counts[doing] == 1:
-                logger.warning(
-                    "pyrlstats failed to %s. Training goes on; failures of this kind are only counted from now on.",
-                    doing,
-                    exc_info=True,
-                )
+    def __call__(self, doing: str, function: Callable[..., Result], *args: Any) -> Result | None:
+        guard = self._guards.setdefault(doing, Guard(f"pyrlstats in TRL: to {doing}"))
+        return guard(function, *args)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What could not be done -> how often."""
+        return {doing: guard.failures for doing, guard in self._guards.items() if guard.failures}
 
     def say_once(self, level: int, text: str) -> None:
         if text not in self._said:
             self._said.add(text)
-            logger.log(level, text)
+            _logger.log(level, text)

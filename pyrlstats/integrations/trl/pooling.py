@@ -41,6 +41,9 @@ class Reducer:
         names: the slices of each ratio.
         group: the process group of ``all_reduce``.
         ranks: how many there are; with one nothing is sent.
+
+    Attributes:
+        groups: what the states hold beside their core.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Reducer:
         self._ratios, self._names, self._group, self._ranks = tuple(ratios), tuple(names), group, ranks
         self._accumulator = make([f"{ratio}.{name}" for ratio in ratios for name in names])
         self._joined = self._accumulator.compute().state
+        self.groups = self._joined.groups
 
     def take(self, window: Window) -> Stats:
         """The statistics of the ratios that the window holds, on any rank, in NumPy memory; the window is emptied."""
@@ -74,11 +78,13 @@ class Reducer:
 
     def _join(self, states: Mapping[str, State]) -> None:
         for index, ratio in enumerate(self._ratios):
-            for field in _FIELDS:
-                getattr(self._joined, field)[self._rows(index)] = getattr(states[ratio], field)
+            for joined, one in zip(self._joined.sections(), states[ratio].sections(), strict=True):
+                for field in _FIELDS:
+                    getattr(joined, field)[self._rows(index)] = getattr(one, field)
 
     def _split(self, joined: State, index: int) -> State:
-        part = State.empty(self._names, joined.layout, joined.clip)
-        for field in _FIELDS:
-            getattr(part, field)[...] = getattr(joined, field)[self._rows(index)]
+        part = State.empty(self._names, joined.layout, joined.clip, groups=joined.groups)
+        for one, whole in zip(part.sections(), joined.sections(), strict=True):
+            for field in _FIELDS:
+                getattr(one, field)[...] = getattr(whole, field)[self._rows(index)]
         return part

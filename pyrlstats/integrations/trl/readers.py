@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
+from pyrlstats.integrations.trl.families import ALL
 from pyrlstats.integrations.trl.hooks import FirstResult, Hooks
 from pyrlstats.integrations.trl.tokens import RATIOS, Tokens
 from pyrlstats.slices import Slices
-from pyrlstats.state import Array
+from pyrlstats.state import Array, State
 
 Deliver = Callable[[Callable[[], Tokens]], None]
-Guard = Callable[[str], Any]
+Guard = Callable[..., Any]  # guard("do something", function, *arguments)
 
 OLD_LOGPS = "pyrlstats_old_per_token_logps"  # travels with RLOO's batch through its shuffle and split
 
@@ -41,11 +42,13 @@ class GRPOReader:
     Attributes:
         ratios: that can exist.
         families: of slices that its batches tell.
+        by_sequence: whether the loss is of ratios of whole sequences.
         methods: of the trainer, that it hooks.
         absent: whose log-probabilities may be absent -> how to say why.
     """
 
     ratios = tuple(RATIOS)
+    by_sequence = False
     families: tuple[str, ...] = ("tool", "turn", "staleness")
     methods = (LOGPS, GENERATE, LOSS)
     absent: Mapping[str, tuple[int, str]] = MappingProxyType(
@@ -63,13 +66,15 @@ class GRPOReader:
     def _logps(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def logps(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
-            with self._guard("read log-probabilities"):
-                values = result[0].detach()
-                self._learner.offer(values)
-                self._old.offer(values)
+            self._guard("read log-probabilities", self._offer, result)
             return result
 
         return logps
+
+    def _offer(self, result: Any) -> None:
+        values = result[0].detach()
+        self._learner.offer(values)
+        self._old.offer(values)
 
     def _generate(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def generate(*args: Any, **kwargs: Any) -> Any:
@@ -77,7 +82,7 @@ class GRPOReader:
                 self._generated_at = self._trainer.state.global_step
             with self._old.opened():
                 result = original(*args, **kwargs)
-            self._keep_old(result, self._old.taken())
+            self._guard("keep old log-probabilities", self._keep_old, result, self._old.taken())
             return result
 
         return generate
@@ -106,11 +111,17 @@ class GRPOReader:
             mask=response if model is response else response * model,
             along=lambda builder: builder(model, response_mask=response),
             age=self._age(),
+            advantages=inputs["advantages"],
+            cu_seqlens=None,
             inputs=inputs,
         )
 
     def _old_of(self, inputs: Mapping[str, Any]) -> Array | None:
         return inputs.get("old_per_token_logps")
+
+    @staticmethod
+    def correct(state: State) -> None:
+        """Every row of a batch is a completion: nothing to correct."""
 
     def _age(self) -> int | None:
         if not self._trainer.model.training:
@@ -122,14 +133,14 @@ class RLOOReader(GRPOReader):
     """RLOOTrainer: its loss gets the old log-probabilities summed up by row; here their tokens travel along."""
 
     ratios = ("learner_vs_old",)
+    by_sequence = True
     families = ("staleness",)
     absent: Mapping[str, tuple[int, str]] = MappingProxyType({})
 
     def _keep_old(self, batch: dict[str, Any], old: Array | None) -> None:
-        with self._guard("keep the old log-probabilities"):
-            if old is None or old.shape != batch["completion_ids"].shape:
-                raise RuntimeError(f"this trainer's {GENERATE} did not compute old log-probabilities per token")
-            batch[OLD_LOGPS] = old
+        if old is None or old.shape != batch["completion_ids"].shape:
+            raise RuntimeError(f"this trainer's {GENERATE} did not compute old log-probabilities per token")
+        batch[OLD_LOGPS] = old
 
     def _old_of(self, inputs: Mapping[str, Any]) -> Array | None:
         return inputs.get(OLD_LOGPS)
@@ -139,6 +150,7 @@ class AsyncGRPOReader:
     """AsyncGRPOTrainer: terms of the loss ``[1, M]``, each pointing at the position of a packed row it is read off."""
 
     ratios = ("learner_vs_sampler",)
+    by_sequence = False
     families = ("tool", "turn")
     methods = ("compute_loss",)
     absent: Mapping[str, tuple[int, str]] = MappingProxyType({})
@@ -146,6 +158,13 @@ class AsyncGRPOReader:
     def __init__(self, trainer: Any, hooks: Hooks, deliver: Deliver, guard: Guard) -> None:
         self._deliver, self._guard = deliver, guard
         hooks.wrap("compute_loss", self._loss)
+
+    @staticmethod
+    def correct(state: State) -> None:
+        """Take out the completions that :func:`_boundaries` has made up: those without a term, in any slice."""
+        if any(group.name == "sequences" for group in state.groups):
+            empty = state.group("sequences").count("n_empty")
+            empty -= empty[state.names.index(ALL)]
 
     def _loss(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -169,6 +188,8 @@ class AsyncGRPOReader:
             mask=is_term,
             along=lambda builder: _along_terms(builder, is_term, inputs["position_ids"].gather(-1, where), inputs),
             age=None,
+            advantages=inputs["advantages"],
+            cu_seqlens=_boundaries(inputs["segment_id"], is_term),
             inputs=inputs,
         )
 
@@ -192,6 +213,13 @@ def _along_terms(builder: Callable[..., Slices], is_term: Array, position: Array
     return Slices(found.ids[..., 1::2], found.names)
 
 
+def _boundaries(completion: Array, is_term: Array) -> Array:
+    """cu_seqlens (M + 1,) of the completions, whose number no host knows: the rest of them hold no term."""
+    n_terms = is_term.shape[-1]
+    ids = completion.masked_fill(~is_term, n_terms).reshape(-1)  # ascending; padding comes last
+    return torch.searchsorted(ids, torch.arange(n_terms + 1, device=ids.device))
+
+
 class _Listening:
     """A model that keeps the log-probabilities of its first output. Hooks on the module would make it recompile."""
 
@@ -201,9 +229,12 @@ class _Listening:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         outputs = self._model(*args, **kwargs)
-        with self._guard("read log-probabilities"), self.heard.opened():
-            self.heard.offer(outputs.log_probs.detach())
+        self._guard("read log-probabilities", self._hear, outputs)
         return outputs
+
+    def _hear(self, outputs: Any) -> None:
+        with self.heard.opened():
+            self.heard.offer(outputs.log_probs.detach())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)

@@ -16,7 +16,7 @@ RATIOS = {
 }
 """Name of a ratio -> whose log-probabilities are ``logp`` and ``old_logp``.
 
-``learner`` is the policy that the gradient is taken of, ``old`` the trainer's own policy as it was when the batch was
+``learner`` is the policy whose gradient is taken, ``old`` the trainer's own policy as it was when the batch was
 generated, ``sampler`` the engine that generated it, by its own account.
 """
 
@@ -30,6 +30,8 @@ class Tokens:
         mask: non-zero for the tokens of the loss, broadcastable to that shape.
         along: ``along(tool_slices)`` applies a builder of :mod:`pyrlstats.slices` that knows trajectories.
         age: optimizer steps since the batch was generated; None where unknown.
+        advantages: one a row ``(B,)`` or one a token.
+        cu_seqlens: boundaries of the sequences of a packed batch; None where the rows are sequences.
         inputs: what the trainer gave to its loss, for slices of your own. Not to be changed.
     """
 
@@ -37,4 +39,6 @@ class Tokens:
     mask: Array
     along: Callable[[Callable[..., Slices]], Slices]
     age: int | None
+    advantages: Array
+    cu_seqlens: Array | None
     inputs: Mapping[str, Any]

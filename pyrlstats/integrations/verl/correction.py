@@ -33,7 +33,7 @@ def rollout_corr_metrics(
 
     ``x = old_log_prob - rollout_log_prob``, nats. Every key has verl's meaning (weights are those that are applied:
     truncated, or zeroed by IcePop), and verl's value where that is right. It differs on purpose where verl's is not;
-    ``docs/trainers.md`` has the list, with numbers: k3 and standard deviations do not cancel, nothing saturates at
+    ``docs/trainers/verl.md`` has the list, with numbers: k3 and standard deviations do not cancel, nothing saturates at
     exp(20), sequences without tokens enter no mean, the sequence level's effective sample size is over sequences,
     nothing raises where all weights are 0, and tokens that are not finite are left out and counted.
 

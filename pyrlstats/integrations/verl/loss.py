@@ -8,10 +8,9 @@ from typing import Any
 
 from pyrlstats.integrations._pairs import PairAccumulator
 from pyrlstats.integrations._summed import MicroBatchSums
-from pyrlstats.integrations.sums import as_floats
 from pyrlstats.slices import tool_slices
 
-PAIRS = ("learner_old",)
+PAIRS = ("learner_vs_old",)
 _ARGUMENTS = ("old_log_prob", "log_prob", "advantages", "response_mask")
 
 
@@ -22,7 +21,7 @@ def with_sums(
 
     verl averages the metrics of a policy loss over micro-batches and ranks, each with the same weight, extrema
     included: ratios of averaged sums are the pooled statistics. Take them on the driver,
-    ``from_sums(metrics, "actor/log_ratio/")``. The pair is ``learner_old``; in bypass mode ``old`` is the rollout
+    ``from_sums(metrics, "actor/log_ratio/")``. The pair is ``learner_vs_old``; in bypass mode ``old`` is the rollout
     engine's. Slices by the holes of ``response_mask``: ``all``, ``text``, ``pre_tool`` and ``post_tool``. One sync a
     micro-batch; the loss itself is not touched.
 
@@ -43,6 +42,6 @@ def with_sums(
             where = tool_slices(named["response_mask"])
             accumulator.update(PAIRS[0], named["log_prob"], named["old_log_prob"], where)
 
-        return value, {**metrics, **as_floats(sums(count))}
+        return value, {**metrics, **sums(count)}
 
     return loss

@@ -1,0 +1,1 @@
+"""Looking at recorded runs: in the terminal, as a page, against rules and against each other."""
