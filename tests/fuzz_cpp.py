@@ -51,7 +51,7 @@ def run_sanitized(extension: Path, arguments: list[str]) -> int:
     """This script once more, in a process in which the sanitizer was loaded first."""
     compiler = os.environ.get("CXX", "c++")
     libraries = [
-        subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
+        subprocess.check_output([compiler, f"-print-file-name={name}"], text=True).strip()
         for name in ("libasan.so", "libstdc++.so")  # the second, so that the first finds whose exceptions to watch
     ]
     environment = {
@@ -239,9 +239,10 @@ def _of_magnitudes(batch: Any) -> Any:
     from pyrlstats.reference import log_ratio
 
     x = np.asarray(np.abs(log_ratio(to_numpy(batch.logp), to_numpy(batch.old_logp))))
+    zeros = np.zeros_like(x)
     if not isinstance(batch.logp, np.ndarray):
-        x = torch.from_numpy(x)
-    return dataclasses.replace(batch, logp=x, old_logp=torch.zeros_like(x) if isinstance(x, torch.Tensor) else np.zeros_like(x))
+        x, zeros = torch.from_numpy(x), torch.from_numpy(zeros)
+    return dataclasses.replace(batch, logp=x, old_logp=zeros)
 
 
 def _second_pass(rng: Any, batch: Any, slices: int, threads: int, isa: str) -> None:
