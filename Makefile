@@ -1,5 +1,6 @@
 # make demo   everything from nothing: environment, build, a trained agent and its report
 # make test   everything from nothing: environment, build, the tests
+# make fuzz   random calls of the compiled engine under sanitizers, for FUZZ_SECONDS
 # TORCH chooses the torch requirement, VENV the environment's folder, PYTHON the interpreter.
 
 TORCH ?= torch
@@ -13,7 +14,7 @@ TRITON_36 := $(if $(CI),$(VENV)/triton36)
 TRAINERS := $(if $(CI),$(VENV)/trainers)
 SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc kernels pyrlstats benchmarks -type f -not -path '*/__pycache__/*')
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench fuzz clean
 
 demo: $(VENV)/.package
 	$(BIN)/pyrlstats demo
@@ -33,6 +34,11 @@ bench: $(VENV)/.package
 	$(PIP) --group test
 	$(BIN)/pytest benchmarks --benchmark-enable --benchmark-only
 
+FUZZ_SECONDS ?= 300
+fuzz: $(VENV)/.package
+	$(PIP) --group test --group fuzz
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tests/fuzz_cpp.py --seconds $(FUZZ_SECONDS)
+
 # torch comes first, so that the user's choice is kept; then the package, as a user would install it
 $(VENV)/.package: $(SOURCES)
 	$(PYTHON) -m venv $(VENV)
@@ -45,7 +51,8 @@ $(VENV)/triton36: | $(VENV)/.package
 	$(PIP) --no-deps --target $@ triton==3.6.0
 
 $(VENV)/trainers: | $(VENV)/.package
-	$(PIP) --no-deps --target $@ verl==0.9.1 openrlhf==0.11.2
+	$(PIP) --no-deps --target $@ verl==0.9.1
+	-$(PIP) --no-deps --target $@ openrlhf==0.11.2 # has wheels for Linux on x86-64 and Python 3.10 to 3.12 only
 
 clean:
 	rm -rf $(VENV) build dist

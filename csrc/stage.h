@@ -27,16 +27,19 @@ inline const char* row_start(const Operand& op, int64_t row) {
   return op.ndim > 1 ? p + row * op.strides[0] : p;
 }
 
-// Where elements [begin, begin + count) of `op` lie in order in memory, or null.
+// Where elements [begin, begin + count) of `op` lie in order in memory and aligned as their type
+// wants it (NumPy arrays need not be), or null.
 inline const char* in_place(const Operand& op, int64_t begin, int64_t count) {
   const int64_t size = kItemSize[op.dtype];
   const int last = op.ndim - 1;
-  if (last < 0) return op.data;
-  if (op.strides[last] != size) return nullptr;
-  if (last == 0) return op.data + begin * size;
-  const int64_t column = begin % op.shape[last];
-  if (column + count > op.shape[last]) return nullptr;
-  return row_start(op, begin / op.shape[last]) + column * size;
+  const char* there = op.data;
+  if (last >= 0) {
+    if (op.strides[last] != size) return nullptr;
+    const int64_t column = last == 0 ? begin : begin % op.shape[last];
+    if (last > 0 && column + count > op.shape[last]) return nullptr;
+    there = (last == 0 ? op.data : row_start(op, begin / op.shape[last])) + column * size;
+  }
+  return (uintptr_t)there % (uintptr_t)size == 0 ? there : nullptr;
 }
 
 // Elements [begin, begin + count) of `op` in flat order, contiguous: in place where they are, else
@@ -45,6 +48,10 @@ inline const char* read_block(const Operand& op, int64_t begin, int64_t count, c
   if (const char* const there = in_place(op, begin, count)) return there;
   const int size = kItemSize[op.dtype];
   const int last = op.ndim - 1;
+  if (last < 0) {
+    __builtin_memcpy(buffer, op.data, size);
+    return buffer;
+  }
   const int64_t stride = op.strides[last];
   int64_t row = begin / op.shape[last], column = begin % op.shape[last];
   for (char* to = buffer; count > 0; ++row, column = 0) {

@@ -534,3 +534,20 @@ def test_arm64_under_an_emulator(tmp_path: Path, rng: np.random.Generator, oracl
         masks = memberships("4", x.size, rng)
         states = [call(name, t, x, np.zeros_like(x), np.array(masks), 4, False) for t in (1, 3)]
         assert np.array_equal(states[0].buffer, states[1].buffer)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("shape", [(), (1,), (5000,), (70, 64)], ids=str)
+def test_arrays_need_not_be_aligned(isa: str, dtype: str, shape: tuple[int, ...]) -> None:
+    """As fields of packed records are not: such loads are undefined in C++, so they are staged."""
+    rng = np.random.default_rng(5)
+    x = rng.normal(0, 0.3, shape).astype(dtype)
+    record = np.zeros(shape, np.dtype([("pad", np.uint8), ("x", dtype), ("old", dtype), ("id", np.int32)]))
+    record["x"], record["id"] = x, rng.integers(0, 2, shape)
+    packed = np.zeros(x.nbytes + 1, np.uint8)[1:].view(dtype).reshape(shape)
+    packed[...] = x
+    assert not packed.flags.aligned
+    zeros = np.zeros_like(x)
+    wanted = run(x, zeros, slice_ids=np.array(record["id"]), slices=2, isa=isa)
+    for logp, old_logp, ids in ((record["x"], record["old"], record["id"]), (packed, zeros, record["id"])):
+        assert np.array_equal(run(logp, old_logp, slice_ids=ids, slices=2, isa=isa).buffer, wanted.buffer)

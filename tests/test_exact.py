@@ -13,7 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyrlstats import Layout, exact_quantiles, reference, slice_stats, values
+from pyrlstats import Layout, exact, exact_quantiles, reference, slice_stats, values
+from pyrlstats._inputs import gate
 from pyrlstats.backends import cpp, digits, flat
 from pyrlstats.slices import Slices
 from pyrlstats.windows import DecayedStats
@@ -79,6 +80,31 @@ def test_equal_to_a_sort_to_the_bit(
             assert same_bits(got[name], sorted_quantiles(x[mask], Q, absolute)), (name, absolute)
 
 
+class Alone:
+    """The only rank of a world."""
+
+    def sum(self, integers: Any) -> Any:
+        return integers
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("absolute", [False, True])
+def test_rounds_on_a_device(
+    kind: str, absolute: bool, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ranks to ask, a device does not sort once but counts in rounds."""
+    monkeypatch.setenv("PYRLSTATS_BACKEND", "torch")
+    monkeypatch.setattr(flat, "in_host_memory", lambda _: False)
+    x = data(kind, 3000, rng)
+    masks = {"all": np.ones(x.size, bool), "some": rng.random(x.size) < 0.3, "none": np.zeros(x.size, bool)}
+    tensors = [torch.from_numpy(x), torch.zeros(x.size), {name: torch.from_numpy(mask) for name, mask in masks.items()}]
+    batch = gate(*tensors, None, None, tuple(masks))
+    state = slice_stats(*tensors).state
+    got = exact._values(batch, state, Q, absolute, Alone(), None)
+    for row, mask in zip(got, masks.values(), strict=True):
+        assert same_bits(row, sorted_quantiles(x[mask], Q, absolute))
+
+
 @given(
     bits=st.lists(st.integers(0, (1 << 32) - 1), min_size=1, max_size=40),
     q=st.floats(0.0, 1.0),
@@ -141,6 +167,13 @@ def test_slice_ids_of_every_dtype_and_a_family() -> None:
             assert [float(value) for value in got.values()] == [3.0, 2.0]
     family = Slices(np.int8([0, 1, 1, 0, -1, 1, 0, 0]), ["a", "b"])
     assert exact_quantiles(x, 0 * x, family, 1.0) == {"a": 7.0, "b": 5.0}
+
+
+def test_other_statistics_give_nan_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flat, "in_host_memory", lambda _: False)
+    x = torch.linspace(-1, 1, 100)
+    stats = slice_stats(x, torch.zeros(100))
+    assert math.isnan(exact_quantiles(x[1:], torch.zeros(99), None, 0.5, stats=stats)["all"])
 
 
 def test_more_slices_than_bits_in_a_word(rng: np.random.Generator) -> None:

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pyrlstats
 from pyrlstats import compare, exact_quantiles, intervals, slices, tails, values
 from pyrlstats.backends import flat
+from pyrlstats.integrations import _pairs, openrlhf, prime_rl, slime
 
 # operators that wait for a device, or whose result has a size that depends on data
 FORBIDDEN = (
@@ -189,3 +190,21 @@ def test_a_gpu_never_waits_and_agrees_with_the_cpu() -> None:
             assert got.to_dict() == pytest.approx(want.to_dict(), nan_ok=True), name
     one, two = (values.value_stats(x, host.masks) for x in (host.x, 2 * host.x))
     assert change.to_dict() == pytest.approx(compare.compare(one, two).to_dict(), rel=1e-6, nan_ok=True)
+
+
+def test_what_trainers_call_in_every_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYRLSTATS_BACKEND", "torch")
+    t = Tokens("cpu")
+    new, old, mask = t.x[:12].view(2, 6), t.x[12:24].view(2, 6), t.model
+    hooks: dict[Any, Callable[[_pairs.PairAccumulator], None]] = {
+        openrlhf.PAIRS: lambda acc: openrlhf._count(acc, new, old, old, action_mask=mask, rollout_log_probs=old),
+        slime.PAIRS: lambda acc: slime.count(acc, list(new), list(old), list(mask)),
+        prime_rl.PAIRS: lambda acc: prime_rl.count(
+            acc, trainer_logprobs=new, inference_logprobs=old, loss_mask=mask, rl_weights=mask, ref_kl_weights=mask
+        ),
+    }
+    for pairs, hook in hooks.items():
+        accumulator = _pairs.PairAccumulator(pairs, device="cpu")
+        with NoSync():
+            hook(accumulator)
+        assert int(accumulator.collect()[pairs[0]]["all"].n_tokens) == int(mask.sum())

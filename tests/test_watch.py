@@ -290,7 +290,7 @@ def test_the_page_is_whole_and_needs_nothing_else(run: Run) -> None:
     for title in ("Alerts", "Alerts on the time line", "Slices, then and now", "Tails of the log-ratio"):
         assert title in words
     assert "it <grows> | more" in words  # escaped, so not a tag
-    assert "80 (1 to 80)" in words
+    assert "80 steps (1 to 80)" in words
     assert "2 (1 stop, 1 warning)" in words
     tokens = sum(int(step_stats(step)[name].n_tokens) for step in (1,) for name in NAMES) * 80
     assert f"{tokens:,}" in words
@@ -332,7 +332,7 @@ def test_markdown_has_the_same_figures(run: Run) -> None:
     text = markdown(run, builtin_rules())
     assert "| 55 | warning | growth | policy update | post_tool: it <grows> \\| more |" in text
     assert "### post_tool" in text
-    assert "- steps: 80 (1 to 80)" in text
+    assert "- recorded: 80 steps (1 to 80)" in text
     for line in text.splitlines():
         if line.startswith("|") and "---" not in line:
             assert len(re.findall(r"(?<!\\)\|", line)) in (4, 6)
@@ -358,7 +358,7 @@ def test_nan_everywhere_has_a_page(tmp_path: Path) -> None:
     assert run.states is not None
     text = html(run, builtin_rules())
     assert "no tokens to compare" in text
-    assert "30 (1 to 30)" in text
+    assert "30 steps (1 to 30)" in text
     found = {each.name for each in ask_rules(run, builtin_rules()).alerts}
     assert {"many-log-ratios-not-finite", "loss-not-finite"} <= found
     markdown(run, builtin_rules())

@@ -73,6 +73,18 @@ def test_watch_prints_one_frame_that_fits(folder: Path, columns: int) -> None:
     assert "reward" in done.stdout
 
 
+def test_what_cannot_be_read_is_said_by_every_command(tmp_path: Path) -> None:
+    torn = tmp_path / "torn.jsonl"
+    torn.write_text('{"step": 1')
+    (tmp_path / "empty").mkdir()
+    for path in (tmp_path / "none", tmp_path / "empty", torn):
+        for command in (["watch", path, "--once"], ["report", path], ["check", path], ["replay", path]):
+            done = call(*command)
+            assert (done.exit_code, done.stderr.count("\n")) == (3, 1), command
+            assert done.stderr.startswith(f"pyrlstats {command[0]}: {path}")
+        assert call("compare", path, path).exit_code == 3
+
+
 @pytest.mark.parametrize("steps", [0, 1])
 def test_watch_of_a_run_that_has_just_begun(tmp_path: Path, steps: int) -> None:
     done = call("watch", write_run(tmp_path / "run", steps), "--once", "--width", 80)
@@ -170,7 +182,7 @@ def test_check_ends_with_the_worst_alert(tmp_path: Path, status: int) -> None:
     done = call("check", path)
     assert done.exit_code == status
     assert done.stdout.splitlines()[0] == "info    step 9: growth: post_tool: it <grows> | more" if status < 2 else True
-    assert done.stdout.splitlines()[-1].startswith("20 (1 to 20) steps: 1")
+    assert done.stdout.splitlines()[-1].startswith("20 steps (1 to 20): 1")
     assert call("check", path, "-q").stdout == ""
 
 
@@ -199,7 +211,16 @@ def test_check_of_what_cannot_be_read_is_3(tmp_path: Path) -> None:
     bad = tmp_path / "rules.toml"
     bad.write_text("rules = 3")
     good = write_run(tmp_path / "good", 3)
-    for arguments in ([tmp_path / "none"], [empty], [damaged], [good, "--rules", bad], [], [good, "--nonsense"]):
+    none = write_run(tmp_path / "zero", 0)
+    for arguments in (
+        [tmp_path / "none"],
+        [empty],
+        [damaged],
+        [none],
+        [good, "--rules", bad],
+        [],
+        [good, "--nonsense"],
+    ):
         done = call("check", *arguments)
         assert done.exit_code == 3, arguments
         assert done.stderr
@@ -232,7 +253,7 @@ def test_replay_says_what_would_have_alarmed(folder: Path, tmp_path: Path) -> No
     assert record.evidence["conditions"][0]["value"] == kl[first - 1]
     done = call("replay", folder, "--rules", own, "--warmup", 30)
     assert f"step {first} stop mine policy update" in done.stdout
-    assert "46 rules over 80 (1 to 80) steps, baseline of 30: 1 stop, " in done.stdout
+    assert "46 rules over 80 steps (1 to 80), baseline of 30: 1 stop, " in done.stdout
     assert "rules have nothing to look at" in done.stderr
 
 

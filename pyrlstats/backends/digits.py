@@ -14,7 +14,7 @@ from pyrlstats import _dispatch
 from pyrlstats._inputs import device_of
 from pyrlstats.backends import flat
 from pyrlstats.backends.batch import Batch
-from pyrlstats.layout import ABS_BITS
+from pyrlstats.layout import ABS_BITS, INF_BITS
 from pyrlstats.state import Array, namespace
 
 DIGIT_BITS = 11
@@ -58,17 +58,48 @@ def value_of(key: Array) -> Array:
     return xp.where(key < 0, -magnitude, magnitude)
 
 
+def at_ranks(batch: Batch, n: Array, rank: Array, absolute: bool) -> tuple[Array, Array]:
+    """The tokens of these ranks, (S, Q) from 1, by sorting every slice once. Does not sync on a GPU.
+
+    Returns:
+        Their keys, int64 (S, Q), and whether a slice has n (S, 1) finite tokens, (S, 1).
+    """
+    xp = namespace(rank)
+    keys, fits = [], []
+    for index in range(len(rank)):
+        ascending = _sorted(batch, index, absolute)
+        ends = xp.searchsorted(ascending, _finite_range(ascending))
+        place = xp.clip(ends[0] + rank[index] - 1, 0, None)
+        keys.append(ascending[xp.clip(place, None, max(len(ascending) - 1, 0))] if len(ascending) else 0 * place)
+        fits.append(ends[1] - ends[0] == n[index])
+    return xp.asarray(xp.stack(keys), dtype=xp.int64), xp.stack(fits)
+
+
 def _from_sorted(batch: Batch, intervals: Intervals, absolute: bool) -> Array:
     xp = namespace(intervals.low)
-    tokens = flat.on_host(batch) if xp is np else batch
-    key = key_of(flat.log_ratio(tokens), absolute)
-    digit = np.arange(DIGITS + 1) if xp is np else xp.arange(DIGITS + 1, device=key.device)
+    digit = np.arange(DIGITS + 1) if xp is np else xp.arange(DIGITS + 1, device=intervals.low.device)
     counts = []
     for index in range(len(intervals.low)):
-        inside = xp.where(flat.members(tokens, index), key, _BEYOND)
-        ascending = xp.sort(inside) if xp is np else xp.sort(inside).values
         low, width, shift = (field[index][:, None] for field in intervals)
         edges = low + xp.minimum(digit << shift, width)
-        below = xp.searchsorted(ascending, xp.asarray(edges, dtype=xp.int32))
+        below = xp.searchsorted(
+            _sorted(flat.on_host(batch) if xp is np else batch, index, absolute), xp.asarray(edges, dtype=xp.int32)
+        )
         counts.append(below[:, 1:] - below[:, :-1])
     return xp.stack(counts)
+
+
+def _sorted(batch: Batch, index: int, absolute: bool) -> Array:
+    """Keys of one slice, int32 (n,), ascending, those of other tokens at the end."""
+    key = key_of(flat.log_ratio(batch), absolute)
+    xp = namespace(key)
+    inside = xp.where(flat.members(batch, index), key, _BEYOND)
+    return xp.sort(inside) if xp is np else xp.sort(inside).values
+
+
+def _finite_range(like: Array) -> Array:
+    """The first finite key and the one past the last, int32 (2,)."""
+    xp = namespace(like)
+    ends = xp.full((2,), INF_BITS, dtype=xp.int32) if xp is np else like.new_full((2,), INF_BITS)
+    ends[0] = 1 - INF_BITS
+    return ends

@@ -34,7 +34,8 @@ def log_ratio(batch: Batch) -> Array:
     xp = namespace(batch.logp)
     wide = xp.float64 if xp.float64 in (batch.logp.dtype, batch.old_logp.dtype) else xp.float32
     with np.errstate(invalid="ignore", over="ignore"):
-        return as_dtype(as_dtype(batch.logp, wide) - as_dtype(batch.old_logp, wide), xp.float32).reshape(-1)
+        difference = as_dtype(batch.logp.reshape(-1), wide) - as_dtype(batch.old_logp.reshape(-1), wide)
+        return as_dtype(difference, xp.float32)
 
 
 def members(batch: Batch, index: int) -> Array:

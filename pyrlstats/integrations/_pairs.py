@@ -18,7 +18,7 @@ class PairAccumulator:
     """Log-ratios of pairs of policies, kept apart, each over the same disjoint slices and ``all`` of them.
 
     Args:
-        pairs: names, such as ``learner_old``.
+        pairs: names, such as ``learner_vs_old``.
         slices: names of the disjoint slices of every pair.
         clip: (low, high) of the ratio clip.
         device: where the inputs will be; None takes the first inputs' device.

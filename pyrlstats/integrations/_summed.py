@@ -17,7 +17,7 @@ class MicroBatchSums:
 
     Args:
         what: named in the warning when counting fails.
-        pairs: names, such as ``learner_old``.
+        pairs: names, such as ``learner_vs_old``.
         prefix: put before every key.
         clip: (low, high) of the ratio clip.
         extrema: see :func:`sums_for_reduction`.

@@ -8,7 +8,7 @@ from pyrlstats.integrations._pairs import PairAccumulator
 from pyrlstats.integrations._summed import MicroBatchSums
 from pyrlstats.slices import tool_slices
 
-PAIRS = ("learner_old", "learner_rollout", "old_rollout")
+PAIRS = ("learner_vs_old", "learner_vs_sampler", "old_vs_sampler")
 
 
 class WithSums:
@@ -17,7 +17,7 @@ class WithSums:
     The driver adds up every metric it does not know, over micro-batches and ranks: ratios of the reduced sums are the
     pooled statistics, also with sequence packing, where the loss is called once a sequence. Take them before logging,
     ``from_sums(metrics, "log_ratio/")``. ``learner`` are the log-probabilities of the forward pass, ``old`` is
-    ``prev_logprobs``, ``rollout`` is ``generation_logprobs``. Slices by the holes of the mask: ``all``, ``text``,
+    ``prev_logprobs``, ``sampler`` is ``generation_logprobs``. Slices by the holes of the mask: ``all``, ``text``,
     ``pre_tool`` and ``post_tool``. Reads the sums back once a call: one sync. The loss itself is not touched.
 
     Args:
@@ -52,11 +52,11 @@ class WithSums:
             mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
             where = tool_slices(mask)
             columns = {"learner": learner}
-            for column, key in (("old", "prev_logprobs"), ("rollout", "generation_logprobs")):
+            for column, key in (("old", "prev_logprobs"), ("sampler", "generation_logprobs")):
                 if data.get(key) is not None:  # on-policy runs carry no prev_logprobs
                     columns[column] = data[key][:, 1:]
             for pair in PAIRS:
-                new, old = pair.split("_")
+                new, old = pair.split("_vs_")
                 if new in columns and old in columns:
                     accumulator.update(pair, columns[new], columns[old], where)
 

@@ -13,7 +13,7 @@ from pyrlstats.integrations._guard import Guard
 from pyrlstats.slice_stats import SliceStats
 from pyrlstats.slices import tool_slices
 
-PAIRS = ("learner_old", "learner_rollout", "old_rollout")
+PAIRS = ("learner_vs_old", "learner_vs_sampler", "old_vs_sampler")
 
 
 def attach(
@@ -27,8 +27,8 @@ def attach(
 
     A forward hook on ``trainer.actor_loss_fn`` (``PolicyLoss``) sees the log-probabilities as the loss does: raw,
     before its clamp at 20 and its importance correction. Three comparisons are kept apart, those with a sampler only
-    where ``rollout_log_probs`` is given: ``learner_old``, ``learner_rollout``, ``old_rollout``. Slices of each:
-    ``all``, ``text``, ``pre_tool`` and ``post_tool``, by the holes of ``action_mask``: an agent's feedback.
+    where ``rollout_log_probs`` is given: ``learner_vs_old``, ``learner_vs_sampler``, ``old_vs_sampler``. Slices of
+    each: ``all``, ``text``, ``pre_tool`` and ``post_tool``, by the holes of ``action_mask``: an agent's feedback.
 
     Call it where the trainer is made, in ``PolicyModelActor.init_model_from_pretrained``. The hook itself does not
     sync; a call of ``ppo_train`` adds one MAX and one SUM collective and one copy to the host. Nothing of ours raises
@@ -89,7 +89,7 @@ def _count(
     if action_mask is None:
         action_mask = torch.ones_like(log_probs, dtype=torch.bool)
     where = tool_slices(action_mask)
-    accumulator.update("learner_old", log_probs, old_log_probs, where)
+    accumulator.update("learner_vs_old", log_probs, old_log_probs, where)
     if rollout_log_probs is not None:
-        accumulator.update("learner_rollout", log_probs, rollout_log_probs, where)
-        accumulator.update("old_rollout", old_log_probs, rollout_log_probs, where)
+        accumulator.update("learner_vs_sampler", log_probs, rollout_log_probs, where)
+        accumulator.update("old_vs_sampler", old_log_probs, rollout_log_probs, where)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from pyrlstats.integrations._summed import MicroBatchSums
 from pyrlstats.slice_stats import SliceStats
 from pyrlstats.slices import tool_slices
 
-PAIRS = ("trainer_inference",)
+PAIRS = ("learner_vs_sampler",)
 _LOSS, _FILTER = "compute_loss", "filter_rl_trainer_tensor_stats_for_wandb"
 
 
@@ -130,6 +131,6 @@ def count(
         if ref_kl_weights is not None:
             sampled = sampled | (torch.cat(list(ref_kl_weights)) != 0)
         mask = mask & sampled
-    lengths = torch.tensor([0, *(one.shape[0] for one in loss_mask)])
-    where = tool_slices(mask, cu_seqlens=lengths.cumsum(0).to(mask.device, non_blocking=True))
+    boundaries = list(accumulate((one.shape[0] for one in loss_mask), initial=0))
+    where = tool_slices(mask, cu_seqlens=boundaries)
     accumulator.update(PAIRS[0], torch.cat(list(trainer_logprobs)), torch.cat(list(inference_logprobs)), where)

@@ -12,7 +12,7 @@ from pyrlstats.integrations._pairs import PairAccumulator
 from pyrlstats.integrations._summed import MicroBatchSums
 from pyrlstats.slices import tool_slices
 
-PAIRS = ("learner_old", "learner_rollout", "old_rollout")
+PAIRS = ("learner_vs_old", "learner_vs_sampler", "old_vs_sampler")
 
 
 def with_sums(
@@ -48,10 +48,10 @@ def with_sums(
         def count(accumulator: PairAccumulator) -> None:
             mask = torch.ones_like(log_probs) if loss_mask is None else loss_mask
             where = tool_slices(mask)
-            accumulator.update("learner_old", log_probs, old_log_probs, where)
+            accumulator.update("learner_vs_old", log_probs, old_log_probs, where)
             if rollout_logprobs is not None:
-                accumulator.update("learner_rollout", log_probs, rollout_logprobs, where)
-                accumulator.update("old_rollout", old_log_probs, rollout_logprobs, where)
+                accumulator.update("learner_vs_sampler", log_probs, rollout_logprobs, where)
+                accumulator.update("old_vs_sampler", old_log_probs, rollout_logprobs, where)
 
         return value, {**metrics, **sums(count)}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from pyrlstats.integrations._summed import MicroBatchSums
 from pyrlstats.slice_stats import SliceStats
 from pyrlstats.slices import tool_slices
 
-PAIRS = ("train_rollout",)
+PAIRS = ("old_vs_sampler",)
 
 SliceMask = Callable[[torch.Tensor, int, int], torch.Tensor]
 
@@ -110,7 +111,7 @@ def with_sums(
     It adds no collective, and one copy to the host a micro-batch; :class:`Monitor` copies once a step, and gives more
     (quantiles, extrema, counts).
 
-    The pair is ``train_rollout``: ``batch["log_probs"]`` against ``batch["rollout_log_probs"]``; without one of them
+    The pair is ``old_vs_sampler``: ``batch["log_probs"]`` against ``batch["rollout_log_probs"]``; without one of them
     the sums are 0, and the statistics NaN.
 
     Args:
@@ -145,9 +146,8 @@ def count(
     masks: Sequence[torch.Tensor],
 ) -> None:
     """Count one micro-batch: a list of responses, 1-D each."""
-    lengths = torch.tensor([0, *(mask.shape[0] for mask in masks)])
-    mask = torch.cat(list(masks))
-    where = tool_slices(mask, cu_seqlens=lengths.cumsum(0).to(mask.device, non_blocking=True))
+    boundaries = list(accumulate((mask.shape[0] for mask in masks), initial=0))
+    where = tool_slices(torch.cat(list(masks)), cu_seqlens=boundaries)
     accumulator.update(PAIRS[0], torch.cat(list(train)), torch.cat(list(rollout)), where)
 
 

@@ -21,6 +21,7 @@ from pyrlstats.state import Array, State, namespace, power_of_two, scale_exponen
 
 TAILS = (0.01, 0.1, 1.0)
 _COUNTS = ("n_tokens", "n_finite", "n_nan", "n_pos_inf", "n_neg_inf", "n_zero")
+_SUMS = ("x", "x2", "abs_x", "k3", "w_less_1", "w_less_1_squared", "clip_low", "clip_high")
 _SMALLEST_MEAN_RATIO = 1e-4  # below it 1 + mean(w - 1) has lost its digits
 
 
@@ -135,6 +136,8 @@ def _sums(state: State) -> dict[str, Array]:
 
 
 def _ratios(sums: Mapping[str, float], parts: float) -> dict[str, float]:
+    # a logger may have dropped what is infinite
+    sums = {**dict.fromkeys((*_COUNTS, *_SUMS), math.nan), **sums}
     result: dict[str, float] = {name: sums[name] * parts for name in _COUNTS}
     n = sums["n_finite"] if sums["n_finite"] > 0.0 else math.nan
     mean = sums["x"] / n

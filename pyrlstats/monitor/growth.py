@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from pyrlstats import quantiles
 from pyrlstats.distances import tail_ratio
@@ -27,6 +27,7 @@ from pyrlstats.state import State
 Floats = NDArray[np.float64]
 
 WINDOW, LEAST_WINDOW = 100, 30  # observed steps of the slope
+LEVEL = 10  # observed steps of the size of a growth
 LEAST_GROWTH = math.log(1.1)  # less is not worth a word
 STOP_GROWTH = np.log([signal.stop for signal in SIGNALS])
 RISING = 2.0  # standard errors of the slope
@@ -55,9 +56,12 @@ class Limits:
         return cls(warning, np.maximum(threshold(false_stops / family, baseline.n, baseline.rho), warning))
 
 
-def grown(drift: Drift, limit: Floats, least: ArrayLike) -> NDArray[np.bool_]:
-    """Where the score passes the limit and the growth is large enough to matter, (..., K)."""
-    return np.asarray((drift.score() > limit) & (drift.deviation > least))
+def level(values: Floats) -> Floats:
+    """Median of the last LEVEL observations (n, ...), (...): the EWMA, whose deviations are clipped, tells that
+    something grew, not by how much. NaN where there is none."""
+    last = values[-LEVEL:]
+    empty = ~np.isfinite(last).any(0)
+    return np.asarray(np.where(empty, np.nan, np.nanmedian(np.where(empty, 0.0, last), 0)))
 
 
 @dataclass(frozen=True)
@@ -99,31 +103,34 @@ def slope(scene: Scene, column: int) -> tuple[float, float]:
 def growth(scene: Scene) -> Iterator[Finding]:
     """A finding for every slice that has grown."""
     shape = (len(scene.names), len(SIGNALS))
-    score, excess = scene.drift.score().reshape(shape), scene.drift.score() / scene.limits.warning
-    begun = grown(scene.drift, scene.limits.warning, LEAST_GROWTH).reshape(shape)
-    goes_on = np.asarray(excess > 0.5).reshape(shape).any(1)
+    score, limits = scene.drift.score(), scene.limits
+    grew = level(scene.values) - scene.drift.baseline.location
+    begun = np.asarray((score > limits.warning) & (grew > LEAST_GROWTH)).reshape(shape)
+    goes_on: NDArray[np.bool_] = np.any((score > 0.5 * limits.warning).reshape(shape), axis=1)
     for row, name in enumerate(scene.names):
         if begun[row].any():
-            yield Finding(f"growth:{name}", _alert(scene, row, np.where(begun[row], score[row], -np.inf)))
+            scores = np.where(begun[row], score.reshape(shape)[row], -np.inf)
+            yield Finding(f"growth:{name}", _alert(scene, row, scores, grew.reshape(shape)[row]))
         elif goes_on[row]:
             yield Finding(f"growth:{name}", None)
 
 
-def _alert(scene: Scene, row: int, scores: Floats) -> Alert:
+def _alert(scene: Scene, row: int, scores: Floats, grew: Floats) -> Alert:
+    """Of a slice whose signals have these scores (-inf where there is no trouble) and have grown by so much."""
     name, width = scene.names[row], len(SIGNALS)
     strongest = int(np.argmax(scores))
-    level: Level = "warning"
-    stop = grown(scene.drift, scene.limits.stop, np.tile(STOP_GROWTH, len(scene.names)))[row * width :][:width]
+    severity: Level = "warning"
+    stop = (scores > scene.limits.stop[row * width :][:width]) & (grew > STOP_GROWTH)
     for column in np.argsort(-scores):
         if stop[column]:
             rate, error = slope(scene, row * width + int(column))
             if rate > RISING * error:
-                level, strongest = "stop", int(column)
+                severity, strongest = "stop", int(column)
                 break
     signal = SIGNALS[strongest]
     index = row * width + strongest
     rate, error = slope(scene, index)
-    ratio = float(np.exp(scene.drift.deviation[index]))
+    ratio = math.exp(grew[strongest])
     since = int(scene.since[index])
     rising = rate > RISING * error
     doubling = math.log(2.0) / rate if rising else math.nan
@@ -140,12 +147,12 @@ def _alert(scene: Scene, row: int, scores: Floats) -> Alert:
         "slope_per_step": rate,
         "slope_se": error,
         "doubling_steps": doubling,
-        "signals": _signals(scene, row),
+        "signals": _signals(scene, row, grew),
         "slices": {other: _slice(scene, index) for index, other in enumerate(scene.names)},
         "context": dict(scene.context),
     }
     step = int(scene.steps[-1])
-    return Alert(step, "growth", level, f"{name}/{signal.key}", message, signal.link, name, plain(evidence))
+    return Alert(step, "growth", severity, f"{name}/{signal.key}", message, signal.link, name, plain(evidence))
 
 
 def _elsewhere(scene: Scene, row: int, column: int) -> str:
@@ -171,7 +178,7 @@ def verdict(drift: Drift, index: int) -> str:
     return "rising" if score > FLAT else "falling" if score < -FLAT else "flat"
 
 
-def _signals(scene: Scene, row: int) -> dict[str, dict[str, float]]:
+def _signals(scene: Scene, row: int, grew: Floats) -> dict[str, dict[str, float]]:
     """Every watched signal of the slice: how many times its baseline it is, and the score."""
     result = {}
     score = scene.drift.score()
@@ -179,7 +186,7 @@ def _signals(scene: Scene, row: int) -> dict[str, dict[str, float]]:
         index = row * len(SIGNALS) + column
         if scene.drift.baseline.watched[index]:
             result[signal.key] = {
-                "growth": math.exp(scene.drift.deviation[index]),
+                "growth": math.exp(grew[column]),
                 "score": float(score[index]),
                 "threshold": float(scene.limits.warning[index]),
             }

@@ -143,7 +143,7 @@ def check(
 
     recorded = _open("check", run)
     book = _rules("check", rules)
-    if recorded.damaged and not len(recorded.steps):
+    if not len(recorded.steps):
         _fail("check", f"{run} holds no step that can be read, and {recorded.damaged} damaged lines")
     judged = judge(recorded, book)
     alerts = list(judged.alerts)
@@ -154,7 +154,7 @@ def check(
         for alert in alerts:
             typer.echo(f"{alert.level:<7} step {alert.step}: {alert.name}: {alert.message}")
         damaged = f", {recorded.damaged} damaged lines" if recorded.damaged else ""
-        typer.echo(f"{span(recorded.steps)} steps{damaged}: {counted(alerts) or 'no alerts'}")
+        typer.echo(f"{span(recorded.steps)}{damaged}: {counted(alerts) or 'no alerts'}")
         for notice in judged.notices:
             typer.echo(notice, err=True)
     raise typer.Exit({"info": QUIET, "warning": WARNING, "stop": STOP}[worst])
@@ -191,7 +191,7 @@ def replay(
             console.print(f"step {alert.step:,} {level} [bold]{alert.name}[/] [dim]{alert.link}[/]")
             console.print(Padding(_plain(alert.message), (0, 0, 0, 2)))
         typer.echo(
-            f"{len(book.rules)} rules over {span(recorded.steps)} steps, baseline of {warmup_of(recorded, warmup)}: "
+            f"{len(book.rules)} rules over {span(recorded.steps)}, baseline of {warmup_of(recorded, warmup)}: "
             f"{counted(found.alerts) or 'no alerts'}"
         )
     for notice in found.notices:

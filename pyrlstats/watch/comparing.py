@@ -68,9 +68,7 @@ def compared(run: Run, baseline: Run, last: int | None = None) -> Compared:
 
 def _pooled(run: Run, last: int | None) -> Group:
     if run.states is None:
-        raise RunError(
-            f"{run.path} ({run.kind}, {span(run.steps)} steps) has no states to compare: scalars are not enough"
-        )
+        raise RunError(f"{run.path} ({run.kind}, {span(run.steps)}) has no states to compare: scalars are not enough")
     groups = pool(_tail(run, last), 64).groups
     if not groups:
         raise RunError(f"{run.path} holds no step whose statistics can be read")

@@ -224,13 +224,15 @@ def _fans(figure: Figure, summary: Summary) -> None:
 
 def _end_labels(axes: Axes, values: Floats, labels: Sequence[str], bottom: float, top: float) -> None:
     """The names of the lines at their right end, moved apart where they would lie on each other."""
-    apart = 0.055 * (math.log(top * 1.6) - math.log(bottom * 0.8))
-    last = -math.inf
-    for value, label in zip(values, labels, strict=True):
-        if not value > 0.0:
-            continue
-        place = max(math.log(value), last + apart)
-        last = place
+    low, high = math.log(bottom * 0.8), math.log(top * 1.6)
+    apart = 0.055 * (high - low)
+    known = [(math.log(value), label) for value, label in zip(values.tolist(), labels, strict=True) if value > 0.0]
+    places = [place for place, _ in known]
+    for index in range(1, len(places)):
+        places[index] = max(places[index], places[index - 1] + apart)
+    for index in reversed(range(len(places))):  # what was pushed out at the top goes back down
+        places[index] = min(places[index], high - (len(places) - 1 - index) * apart)
+    for place, (_, label) in zip(places, known, strict=True):
         axes.annotate(
             label, (1.01, math.exp(place)), xycoords=("axes fraction", "data"), fontsize=7, va="center", color=_INK
         )

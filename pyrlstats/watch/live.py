@@ -99,6 +99,8 @@ class Follower:
         return self._view
 
     def _changed(self) -> tuple[int, int]:
+        if not self._path.exists():
+            return 0, 0  # opening it says what is wrong
         paths = [each for each in self._path.iterdir() if each.is_file()] if self._path.is_dir() else [self._path]
         stats = [each.stat() for each in paths]
         return max((each.st_mtime_ns for each in stats), default=0), sum(each.st_size for each in stats)

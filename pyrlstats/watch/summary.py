@@ -59,7 +59,7 @@ class Summary:
         """Name and value of what the run is."""
         run = self.run
         steps = run.steps
-        facts = [("run", str(run.path)), ("kind", run.kind), ("steps", span(steps))]
+        facts = [("run", str(run.path)), ("kind", run.kind), ("recorded", span(steps))]
         known = run.times[np.isfinite(run.times)]
         if len(known):
             facts.append(("from", moment(float(known.min()))))
@@ -184,8 +184,8 @@ def _is_statistic(run: Run, key: str) -> bool:
 def span(steps: NDArray[np.int64]) -> str:
     """How many steps, and from where to where."""
     if not len(steps):
-        return "none"
-    return f"{len(steps):,} ({steps[0]:,} to {steps[-1]:,})" if len(steps) > 1 else f"1 (step {steps[0]:,})"
+        return "no steps"
+    return f"{len(steps):,} steps ({steps[0]:,} to {steps[-1]:,})" if len(steps) > 1 else f"1 step ({steps[0]:,})"
 
 
 def counted(alerts: Sequence[Alert]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from pyrlstats import SliceAccumulator, exact_quantiles, slice_stats, values
+from pyrlstats.backends import flat
 from pyrlstats.tails import tail_shape, tail_size, top_tokens
 
 Q = [0.0, 0.01, 0.5, 0.9, 0.999, 1.0]
@@ -55,8 +57,11 @@ def plain(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def everything(rank: int, world: int) -> dict[str, Any]:
-    """Every kind of tokens, as NumPy arrays on half of the ranks; errors; and what collectives a call has."""
+    """Every kind of tokens: NumPy arrays on two ranks, tensors on one, as on a GPU on one. Errors, collectives."""
     group = dist.group.WORLD
+    if rank == 3:  # goes the way of a GPU
+        os.environ["PYRLSTATS_BACKEND"] = "torch"
+        flat.in_host_memory = lambda _: False
     result: dict[str, Any] = {}
     for kind in KINDS:
         logp, old_logp, masks = own(kind, rank, world, numpy=rank % 2 == 0)
@@ -97,7 +102,9 @@ def everything(rank: int, world: int) -> dict[str, Any]:
             call()
         result["collectives"][name] = counted
     entropy = np.float32([[1, 2, 3], [10, 20, 30, 40, 50], [], []][rank])  # uneven, and two ranks without tokens
-    result["uneven"] = plain(values.exact_quantiles(entropy, None, [0.25, 0.5, 0.8, 1.0], group=group))
+    result["uneven"] = plain(
+        values.exact_quantiles(torch.from_numpy(entropy), None, [0.25, 0.5, 0.8, 1.0], group=group)
+    )
     halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     result["half"] = plain(exact_quantiles(logp, old_logp, masks, Q, group=halves[rank % 2]))
     result["top of half"] = top_tokens(logp, old_logp, masks, 3, group=halves[rank % 2])["all"].rows()

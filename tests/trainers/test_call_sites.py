@@ -65,11 +65,11 @@ def test_slime_adds_up_raw_sums(per_token: bool) -> None:
     plain = sites.slime_train_step(args, RANKS, sites.slime_policy_loss)
     logged = sites.slime_train_step(args, RANKS, slime.with_sums(sites.slime_policy_loss))
     assert {key: logged[key] for key in plain} == pytest.approx(plain, rel=1e-6)
-    got = from_sums(logged, "train/log_ratio/train_rollout/")
-    assert_pooled(got, "train/log_ratio/train_rollout/", "old", "rollout")
+    got = from_sums(logged, "train/log_ratio/old_vs_sampler/")
+    assert_pooled(got, "train/log_ratio/old_vs_sampler/", "old", "rollout")
     # the divisor is slime's: the number of tokens comes back as a share of it
     divisor = sum(max(int(one.mask.sum()), 1) if per_token else 1 for rank in RANKS for batch in rank for one in batch)
-    post = got["train/log_ratio/train_rollout/post_tool/n_tokens"] * divisor
+    post = got["train/log_ratio/old_vs_sampler/post_tool/n_tokens"] * divisor
     assert post == pytest.approx(sites.after_tools(RANKS))
 
 
@@ -85,8 +85,8 @@ def test_slime_accumulates_between_its_two_hooks() -> None:
         monitor.before_train_step(args, 0, step + 1, None, None, None)
     assert len(logged) == len(seen) == 2
     assert logged[0] == pytest.approx(logged[1], nan_ok=True)
-    assert_pooled(logged[0], "log_ratio/train_rollout/", "old", "rollout", BY_ACCUMULATOR)
-    assert logged[0]["log_ratio/train_rollout/post_tool/n_tokens"] == sites.after_tools(RANKS)
+    assert_pooled(logged[0], "log_ratio/old_vs_sampler/", "old", "rollout", BY_ACCUMULATOR)
+    assert logged[0]["log_ratio/old_vs_sampler/post_tool/n_tokens"] == sites.after_tools(RANKS)
 
 
 def test_slime_under_context_parallelism() -> None:
@@ -122,9 +122,9 @@ def test_slime_under_context_parallelism() -> None:
         monitor.report()
         assert monitor.guard.failures == 0
     wanted = sites.one_pass(RANKS, "old", "rollout")
-    key = "log_ratio/train_rollout/all/n_tokens"
+    key = "log_ratio/old_vs_sampler/all/n_tokens"
     assert logged[0][key] + logged[1][key] == wanted["all/n_tokens"]
-    k3 = sum(one["log_ratio/train_rollout/all/kl_k3"] * one[key] for one in logged) / wanted["all/n_tokens"]
+    k3 = sum(one["log_ratio/old_vs_sampler/all/kl_k3"] * one[key] for one in logged) / wanted["all/n_tokens"]
     assert k3 == pytest.approx(wanted["all/kl_k3"], rel=1e-6)
 
 
@@ -137,8 +137,8 @@ def test_prime_rl_by_accumulator() -> None:
     for _ in range(2):
         logged = sites.prime_step(module, RANKS)
         assert {key: logged[key] for key in plain} == pytest.approx(plain, nan_ok=True)
-        assert_pooled(logged, "log_ratio/trainer_inference/", "learner", "rollout", BY_ACCUMULATOR)
-        assert logged["log_ratio/trainer_inference/post_tool/n_tokens"] == sites.after_tools(RANKS)
+        assert_pooled(logged, "log_ratio/learner_vs_sampler/", "learner", "rollout", BY_ACCUMULATOR)
+        assert logged["log_ratio/learner_vs_sampler/post_tool/n_tokens"] == sites.after_tools(RANKS)
     assert len(seen) == 2
     detach()
     assert vars(module) == before
@@ -157,14 +157,14 @@ def test_prime_rl_counts_sampled_tokens_only() -> None:
         ce_weights=[torch.tensor([0.0, 1.0, 0.0, 1.0])],  # a frozen model wrote these: no sampler to compare with
     )
     logged = module.filter_rl_trainer_tensor_stats_for_wandb({})
-    assert logged["log_ratio/trainer_inference/all/n_tokens"] == 2
-    assert logged["log_ratio/trainer_inference/all/log_ratio_mean"] == pytest.approx(0.2)
+    assert logged["log_ratio/learner_vs_sampler/all/n_tokens"] == 2
+    assert logged["log_ratio/learner_vs_sampler/all/log_ratio_mean"] == pytest.approx(0.2)
 
 
 def test_prime_rl_by_a_custom_loss() -> None:
     logged = sites.prime_step(sites.prime_module(prime_rl.with_sums(sites.prime_custom_loss)), RANKS)
-    got = from_sums(logged, "log_ratio/trainer_inference/", suffix="/mean")
-    assert_pooled(got, "log_ratio/trainer_inference/", "learner", "rollout")
+    got = from_sums(logged, "log_ratio/learner_vs_sampler/", suffix="/mean")
+    assert_pooled(got, "log_ratio/learner_vs_sampler/", "learner", "rollout")
     wanted = sites.one_pass(RANKS, "learner", "rollout")["all/kl_k3"]
     assert not abs(logged["mismatch_kl/mean"] / wanted - 1.0) < 0.1  # a mean over sequences, NaN of the empty one
 
@@ -182,10 +182,10 @@ def test_nemo_rl_adds_up_raw_sums(packed: bool) -> None:
     logged = sites.nemo_step(watched, RANKS, packed)
     assert {key: logged[key] for key in plain} == plain
     got = from_sums(logged, "log_ratio/")
-    assert_pooled(got, "log_ratio/learner_old/", "learner", "old", (*SHARED, "n_tokens"))
-    assert_pooled(got, "log_ratio/learner_rollout/", "learner", "rollout", (*SHARED, "n_tokens"))
-    assert_pooled(got, "log_ratio/old_rollout/", "old", "rollout", (*SHARED, "n_tokens"))
-    assert got["log_ratio/learner_old/post_tool/n_tokens"] == sites.after_tools(RANKS)
+    assert_pooled(got, "log_ratio/learner_vs_old/", "learner", "old", (*SHARED, "n_tokens"))
+    assert_pooled(got, "log_ratio/learner_vs_sampler/", "learner", "rollout", (*SHARED, "n_tokens"))
+    assert_pooled(got, "log_ratio/old_vs_sampler/", "old", "rollout", (*SHARED, "n_tokens"))
+    assert got["log_ratio/learner_vs_old/post_tool/n_tokens"] == sites.after_tools(RANKS)
     sums = {key for key in logged if key.endswith("_sum")}
     normal = watched.metric_normalizations
     assert normal["loss"] is sites.Normalizer.TOKENS
@@ -203,9 +203,9 @@ def test_nemo_rl_without_old_log_probabilities() -> None:
     watched = nemo_rl.WithSums(OnPolicyLoss())
     _, metrics = watched(learner, {**data, "prev_logprobs": None}, None, 1.0)
     got = from_sums(metrics, "log_ratio/")
-    assert got["log_ratio/learner_rollout/all/n_tokens"] > 0
-    assert got["log_ratio/learner_old/all/n_tokens"] == 0
-    assert math.isnan(got["log_ratio/learner_old/all/kl_k3"])
+    assert got["log_ratio/learner_vs_sampler/all/n_tokens"] > 0
+    assert got["log_ratio/learner_vs_old/all/n_tokens"] == 0
+    assert math.isnan(got["log_ratio/learner_vs_old/all/kl_k3"])
 
 
 @pytest.mark.parametrize("sums", [False, True])
@@ -216,10 +216,10 @@ def test_skyrl_averages_or_adds_up_raw_sums(sums: bool) -> None:
     prefix = "policy/loss_metrics/log_ratio/"
     got = from_sums(status, prefix, parts=1.0 if sums else 6.0)
     extrema = ("log_ratio_max", "log_ratio_min", "n_tokens")
-    assert_pooled(got, f"{prefix}learner_old/", "learner", "old", (*SHARED, *extrema))
-    assert_pooled(got, f"{prefix}learner_rollout/", "learner", "rollout", (*SHARED, *extrema))
-    assert_pooled(got, f"{prefix}old_rollout/", "old", "rollout", (*SHARED, *extrema))
-    assert got[f"{prefix}learner_old/post_tool/n_tokens"] == pytest.approx(sites.after_tools(RANKS))
+    assert_pooled(got, f"{prefix}learner_vs_old/", "learner", "old", (*SHARED, *extrema))
+    assert_pooled(got, f"{prefix}learner_vs_sampler/", "learner", "rollout", (*SHARED, *extrema))
+    assert_pooled(got, f"{prefix}old_vs_sampler/", "old", "rollout", (*SHARED, *extrema))
+    assert got[f"{prefix}learner_vs_old/post_tool/n_tokens"] == pytest.approx(sites.after_tools(RANKS))
 
 
 def test_skyrl_in_bfloat16_widens_first() -> None:
@@ -231,7 +231,7 @@ def test_skyrl_in_bfloat16_widens_first() -> None:
         torch.cat([one.old for one in every]),
         torch.cat([one.mask for one in every]),
     )
-    key = "policy/loss_metrics/log_ratio/learner_old/all/kl_k3"
+    key = "policy/loss_metrics/log_ratio/learner_vs_old/all/kl_k3"
     assert got[key] == pytest.approx(float(wanted["all"].kl_k3), rel=1e-6)
 
 
@@ -282,6 +282,6 @@ def test_two_processes_are_one(tmp_path: Path) -> None:
         assert process.exitcode == 0
     for _, first, second, collectives in found:
         for logged in (first, second):
-            assert_pooled(logged, "log_ratio/trainer_inference/", "learner", "rollout", BY_ACCUMULATOR)
-            assert logged["log_ratio/trainer_inference/post_tool/n_tokens"] == sites.after_tools(RANKS)
+            assert_pooled(logged, "log_ratio/learner_vs_sampler/", "learner", "rollout", BY_ACCUMULATOR)
+            assert logged["log_ratio/learner_vs_sampler/post_tool/n_tokens"] == sites.after_tools(RANKS)
         assert collectives == 2

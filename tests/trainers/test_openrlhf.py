@@ -100,23 +100,24 @@ def test_pooled_figures_beside_its_own(loss_module: Any) -> None:
     status = trainer.ppo_train(0.0)
     assert {key: status[key] for key in plain} == plain
     assert trainer.losses[:3] == trainer.losses[3:]  # the same bits
-    columns = {"learner": "log_probs", "old": "old_log_probs", "rollout": "rollout_log_probs"}
-    for pair in ("learner_old", "learner_rollout", "old_rollout"):
-        new, old = (columns[name] for name in pair.split("_"))
+    columns = {"learner": "log_probs", "old": "old_log_probs", "sampler": "rollout_log_probs"}
+    for pair in ("learner_vs_old", "learner_vs_sampler", "old_vs_sampler"):
+        new, old = (columns[name] for name in pair.split("_vs_"))
         wanted = one_pass(batches, new, old)
         for statistic in ("n_tokens", "kl_k3", "ess_fraction", "log_ratio_max", "abs_log_ratio_p99"):
             got = status[f"log_ratio/{pair}/all/{statistic}"]
             assert got == pytest.approx(wanted[f"all/{statistic}"], rel=1e-6), (pair, statistic)
     # its own k1 estimates, which it pools by tokens, agree
-    assert status["log_ratio/learner_old/all/kl_k1"] == pytest.approx(plain["ppo_kl"], rel=1e-5)
-    assert status["log_ratio/old_rollout/all/kl_k1"] == pytest.approx(plain["vllm_kl"], rel=1e-4, abs=1e-7)
+    assert status["log_ratio/learner_vs_old/all/kl_k1"] == pytest.approx(plain["ppo_kl"], rel=1e-5)
+    assert status["log_ratio/old_vs_sampler/all/kl_k1"] == pytest.approx(plain["vllm_kl"], rel=1e-4, abs=1e-7)
     ratios = torch.cat([(b["log_probs"] - b["old_log_probs"])[b["action_mask"] > 0] for b in batches]).exp()
     outside = float(((ratios < 0.9) | (ratios > 1.3)).double().mean())
-    assert status["log_ratio/learner_old/all/clip_fraction"] == pytest.approx(outside, abs=1e-12)  # the loss's own clip
+    clipped = status["log_ratio/learner_vs_old/all/clip_fraction"]  # by the loss's own clip
+    assert clipped == pytest.approx(outside, abs=1e-12)
     assert status["ppo_clip_ratio"] < outside  # OpenRLHF counts by the advantage's sign
     post = sum(float(batch["action_mask"][:3, 7:].sum()) for batch in batches[1:2])
-    assert status["log_ratio/learner_old/post_tool/n_tokens"] == post
-    assert float(seen[0]["old_rollout"]["post_tool"].log_ratio_abs_mean) > 0.0
+    assert status["log_ratio/learner_vs_old/post_tool/n_tokens"] == post
+    assert float(seen[0]["old_vs_sampler"]["post_tool"].log_ratio_abs_mean) > 0.0
     detach()
     assert trainer.ppo_train(0.0) == plain
     assert "ppo_train" not in vars(trainer)
@@ -128,8 +129,8 @@ def test_each_phase_is_its_own_and_without_a_sampler_nothing_is_said_of_it(loss_
     attach(trainer)
     first, second = trainer.ppo_train(0.0), trainer.ppo_train(0.0)
     assert first == pytest.approx(second, nan_ok=True)
-    assert not [key for key in first if "rollout" in key]
-    assert first["log_ratio/learner_old/all/n_tokens"] == sum(float(one["action_mask"].sum()) for one in batches)
+    assert not [key for key in first if "sampler" in key]
+    assert first["log_ratio/learner_vs_old/all/n_tokens"] == sum(float(one["action_mask"].sum()) for one in batches)
 
 
 def test_where_its_own_figures_break(loss_module: Any) -> None:
@@ -143,9 +144,9 @@ def test_where_its_own_figures_break(loss_module: Any) -> None:
     attach(trainer)
     status = trainer.ppo_train(0.0)
     assert math.isnan(status["ppo_kl"])  # NaN * 0
-    assert status["log_ratio/learner_old/all/kl_k1"] == -12.5
-    assert status["log_ratio/learner_old/all/log_ratio_max"] == 25.0  # before the loss clamps it to 20
-    assert status["log_ratio/learner_old/all/n_nan"] == 0
+    assert status["log_ratio/learner_vs_old/all/kl_k1"] == -12.5
+    assert status["log_ratio/learner_vs_old/all/log_ratio_max"] == 25.0  # before the loss clamps it to 20
+    assert status["log_ratio/learner_vs_old/all/n_nan"] == 0
 
 
 def test_what_fails_does_not_reach_training(loss_module: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -19,6 +19,7 @@ from stable_baselines3.common.logger import configure  # noqa: E402
 
 from pyrlstats import SliceStats  # noqa: E402
 from pyrlstats.integrations.stable_baselines3 import UpdateStatsCallback  # noqa: E402
+from pyrlstats.sinks import JsonlSink, Sinks, read_jsonl  # noqa: E402
 
 STEPS, ROLLOUT, EPOCHS = 192, 64, 3
 
@@ -155,6 +156,14 @@ def test_logged_with_sb3s_figures_of_the_same_update(tmp_path: Path) -> None:
     assert rows[-1]["log_ratio/all/kl_k3"] == callback.stats.to_dict()["all/kl_k3"]
     assert "ess_fraction" in (tmp_path / "log.txt").read_text()
     assert "n_nan" not in (tmp_path / "log.txt").read_text()
+
+
+def test_sinks_take_every_update(tmp_path: Path) -> None:
+    with Sinks([JsonlSink(tmp_path / "updates.jsonl")]) as sinks:
+        taught(UpdateStatsCallback(on_stats=sinks.write))
+    records = read_jsonl(tmp_path / "updates.jsonl")
+    assert [record["step"] for record in records] == [EPOCHS, 2 * EPOCHS, 3 * EPOCHS]
+    assert all(record["rl/all/n_tokens"] == ROLLOUT * EPOCHS for record in records)
 
 
 def test_early_stopping_and_detaching() -> None:

@@ -119,6 +119,15 @@ def test_nothing_finite_is_nan_and_what_overflows_says_so() -> None:
     assert low["all/kl_k1"] == 300.0
 
 
+def test_a_sum_that_a_logger_dropped_is_nan() -> None:
+    sums = as_floats(sums_for_reduction(pyrlstats.slice_stats(*micro_batches(0.1)[1])))
+    whole = from_sums(sums)
+    got = from_sums({key: value for key, value in sums.items() if "w_less_1_squared" not in key})
+    assert math.isnan(got["all/ess_fraction"])
+    assert got["all/kl_k3"] == whole["all/kl_k3"]
+    assert got.keys() == whole.keys()
+
+
 def test_suffixes_and_other_metrics() -> None:
     stats = pyrlstats.slice_stats(*micro_batches(0.1)[1])
     plain = {f"pyrlstats/{key}/mean": value for key, value in sums_for_reduction(stats).items()}

@@ -323,7 +323,7 @@ def test_raw_sums_through_verls_averages(verl: Any) -> None:
     assert logged["actor/ppo_kl"] == 0.5
     got = from_sums(logged, "actor/log_ratio/", parts=4.0)
     columns = [torch.cat([part[column].flatten() for part in parts]) for column in range(3)]
-    wanted = pyrlstats.slice_stats(*columns).to_dict("actor/log_ratio/learner_old/")
+    wanted = pyrlstats.slice_stats(*columns).to_dict("actor/log_ratio/learner_vs_old/")
     for statistic in ("n_tokens", "kl_k3", "ess_fraction", "log_ratio_std", "clip_fraction"):
-        key = f"actor/log_ratio/learner_old/all/{statistic}"
+        key = f"actor/log_ratio/learner_vs_old/all/{statistic}"
         assert got[key] == pytest.approx(wanted[key], rel=1e-6), statistic

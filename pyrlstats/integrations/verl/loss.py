@@ -10,7 +10,7 @@ from pyrlstats.integrations._pairs import PairAccumulator
 from pyrlstats.integrations._summed import MicroBatchSums
 from pyrlstats.slices import tool_slices
 
-PAIRS = ("learner_old",)
+PAIRS = ("learner_vs_old",)
 _ARGUMENTS = ("old_log_prob", "log_prob", "advantages", "response_mask")
 
 
@@ -21,7 +21,7 @@ def with_sums(
 
     verl averages the metrics of a policy loss over micro-batches and ranks, each with the same weight, extrema
     included: ratios of averaged sums are the pooled statistics. Take them on the driver,
-    ``from_sums(metrics, "actor/log_ratio/")``. The pair is ``learner_old``; in bypass mode ``old`` is the rollout
+    ``from_sums(metrics, "actor/log_ratio/")``. The pair is ``learner_vs_old``; in bypass mode ``old`` is the rollout
     engine's. Slices by the holes of ``response_mask``: ``all``, ``text``, ``pre_tool`` and ``post_tool``. One sync a
     micro-batch; the loss itself is not touched.
 
