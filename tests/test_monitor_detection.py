@@ -2,16 +2,12 @@
 
 import os
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from source_tree import imported
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # the benchmark's simulations
-
-from benchmarks.detection import family, single, tokens
-from benchmarks.detection.noise import ar1
 from pyrlstats.monitor.drift import CLIP, Drift, fit, slope_se, theil_sen
 from pyrlstats.monitor.growth import Limits, level
 from pyrlstats.monitor.settings import Settings
@@ -19,6 +15,10 @@ from pyrlstats.monitor.signals import Reference, against, least_noise, values_of
 from pyrlstats.monitor.thresholds import HORIZON, RATES, RHO_EDGES, WARMUPS, threshold
 from pyrlstats.slice_stats import SliceStats
 
+family, single, tokens, simulated = (
+    imported(f"benchmarks.detection.{name}") for name in ("family", "single", "tokens", "noise")
+)
+ar1 = simulated.ar1
 ROOT = Path(__file__).parent.parent
 
 
