@@ -20,7 +20,7 @@ from pyrlstats.monitor import RunReader
 from pyrlstats.monitor.drift import LEAST_SD, fit
 from pyrlstats.monitor.frozen import global_kl, pooled
 from pyrlstats.monitor.settings import Settings
-from pyrlstats.monitor.signals import KEYS, SIGNALS, Reference, against, values_of
+from pyrlstats.monitor.signals import KEYS, SIGNALS, Reference, against, least_noise, values_of
 
 Floats = NDArray[np.float64]
 
@@ -68,14 +68,15 @@ def _course(reader: RunReader, width: int = 40) -> Iterator[dict[str, Any]]:
         }
 
 
-def signals(folder: Path, skip: int) -> Floats:
-    """The watched signals of a healthy run after ``skip`` steps, (T, K)."""
+def signals(folder: Path, skip: int) -> tuple[Floats, Floats]:
+    """The watched signals of a healthy run after ``skip`` steps, (T, K), and the least noise that counting leaves."""
     records = RunReader(folder).steps[skip:]
     stats = [record.stats for record in records]
     known = [one for one in stats if one is not None]
     reference = Reference(pooled(one.state for one in known))
     rows: list[Mapping[str, float]] = [{**one.to_dict(), **against(one.state, reference)} for one in known]
-    return np.array([values_of(row, reference.names).ravel() for row in rows])
+    values = np.array([values_of(row, reference.names).ravel() for row in rows])
+    return values, np.maximum(LEAST_SD, least_noise(rows, reference.names).ravel())
 
 
 def residuals(values: Floats) -> Floats:
@@ -112,10 +113,11 @@ def with_noise_of(folder: Path, skip: int, runs: int = 1000, steps: int = 2000, 
     """False alarms and delays under the noise of a recorded run, of all its signals together."""
     reader = RunReader(folder)
     make = reader.info["make"]
-    rest = residuals(signals(folder, skip))
+    values, least = signals(folder, skip)
+    rest = residuals(values)
     rng = np.random.default_rng(seed)
     # clipping and counting noise are those of the monitor; a signal that is constant is not watched
-    null = family.watch(bootstrap(rng, rest, runs, steps), Settings(), LEAST_SD)
+    null = family.watch(bootstrap(rng, rest, runs, steps), Settings(), least)
     onset, rows = 300, []
     column = 2 * len(SIGNALS)  # p99.9 of the last slice
     for name, grows in family.GROWTHS.items():
@@ -123,7 +125,7 @@ def with_noise_of(folder: Path, skip: int, runs: int = 1000, steps: int = 2000, 
         grown = (
             _with(values, column, grows(step - onset) if step >= onset else 0.0) for step, values in enumerate(paths)
         )
-        at = family.watch(grown, Settings(), LEAST_SD).warning
+        at = family.watch(grown, Settings(), least).warning
         late = at[(at < 0) | (at >= onset)]
         rows.append(
             {
