@@ -201,4 +201,108 @@ void count_digits(const Isa& isa, const Plan& plan, const Digits& digits, int64_
   for (size_t i = 0; i < memory.size(); ++i) counts[i % words] += memory[i];
 }
 
+namespace {
+
+GroupRows empty_rows() {
+  GroupRows rows;
+  std::memset(&rows, 0, sizeof rows);
+  rows.entropy_max_x = rows.entropy_scale = -HUGE_VAL;
+  rows.truncation_max_x = rows.truncation_scale = -HUGE_VAL;
+  for (double& most : rows.probability_maxima) most = -HUGE_VAL;
+  return rows;
+}
+
+// Pools sums of which sums[i] is kept as 2^-(power[i] scale) of itself.
+template <int kSize>
+void add_scaled(double (&to)[kSize], double& to_scale, const double (&from)[kSize],
+                double from_scale, const int (&power)[kSize]) {
+  const double scale = std::max(to_scale, from_scale);
+  for (int i = 0; i < kSize; ++i) {
+    to[i] = power[i] == 0 ? to[i] + from[i]
+                          : scaled(to[i], power[i] * (to_scale - scale)) +
+                                scaled(from[i], power[i] * (from_scale - scale));
+  }
+  to_scale = scale;
+}
+
+void add(GroupRows& to, const GroupRows& from) {
+  static_assert(layout::kEntropySumNearW == 0 && layout::kEntropySumFarWx == 3, "powers below");
+  static_assert(layout::kTruncationSumInsideW == 0, "powers below");
+  add_scaled(to.entropy, to.entropy_scale, from.entropy, from.entropy_scale, {0, 0, 1, 1});
+  to.entropy_max_x = std::max(to.entropy_max_x, from.entropy_max_x);
+  for (int i = 0; i < layout::kProbabilitiesSumSize; ++i) {
+    to.probabilities[i] += from.probabilities[i];
+  }
+  for (int i = 0; i < layout::kProbabilitiesMaxSize; ++i) {
+    to.probability_maxima[i] = std::max(to.probability_maxima[i], from.probability_maxima[i]);
+  }
+  for (int i = 0; i < layout::kTruncationCountSize; ++i) {
+    to.truncation_counts[i] += from.truncation_counts[i];
+  }
+  add_scaled(to.truncation, to.truncation_scale, from.truncation, from.truncation_scale, {1, 2});
+  to.truncation_max_x = std::max(to.truncation_max_x, from.truncation_max_x);
+  for (int i = 0; i < layout::kPolicyClipCountSize; ++i) {
+    to.policy_clip_counts[i] += from.policy_clip_counts[i];
+  }
+}
+
+// One slice's part of a section: counts, sums and maxima lie in this order, each for all slices.
+void store(int64_t* section, int64_t slices, int64_t slice, const int64_t* counts, int n_counts,
+           const double* sums, int n_sums, const double* maxima, int n_maxima) {
+  if (!section) return;
+  if (n_counts) std::memcpy(section + slice * n_counts, counts, n_counts * sizeof *counts);
+  section += slices * n_counts;
+  if (n_sums) std::memcpy(section + slice * n_sums, sums, n_sums * sizeof *sums);
+  section += slices * n_sums;
+  if (n_maxima) std::memcpy(section + slice * n_maxima, maxima, n_maxima * sizeof *maxima);
+}
+
+}  // namespace
+
+void accumulate_groups(const Isa& isa, const Plan& plan, const GroupPlan& groups,
+                       const GroupSections& sections, int64_t count, int threads) {
+  using namespace layout;
+  // a pure function of the number of tokens; at most about a thousand chunks, so that what they
+  // leave until all are done stays small
+  const int64_t tokens = std::max<int64_t>(16 * 1024, (count / 1024 + 4095) / 4096 * 4096);
+  const int64_t chunks = (count + tokens - 1) / tokens, slices = plan.slices;
+  threads = (int)std::min<int64_t>(threads, chunks);
+  std::vector<GroupRows> rows(chunks * slices, empty_rows());
+  std::vector<double> heads(chunks * 4 * slices, 0.0);
+  const size_t bytes = (isa.kernels->group_bytes + 63) / 64 * 64;
+  std::vector<char> scratch(std::max(threads, 1) * bytes + 64);
+  char* const aligned = (char*)(((uintptr_t)scratch.data() + 63) / 64 * 64);
+  std::atomic<int64_t> next{0};
+  run_on_threads(threads, [&](int thread) {
+    const FloatMode ieee;
+    for (int64_t chunk; (chunk = next.fetch_add(1)) < chunks;) {
+      const int64_t begin = chunk * tokens;
+      isa.kernels->add_groups(plan, groups, aligned + thread * bytes, begin,
+                              std::min(tokens, count - begin), &rows[chunk * slices],
+                              &heads[chunk * 4 * slices]);
+    }
+  });
+  for (int64_t chunk = 1; chunk < chunks; ++chunk) {
+    for (int64_t s = 0; s < slices; ++s) add(rows[s], rows[chunk * slices + s]);
+    if (groups.sequences == 0) continue;
+    // the first sequence that ends after the chunk's first token: the one that the head is of
+    const int64_t* ends = groups.boundaries + 1;
+    const int64_t at = std::upper_bound(ends, ends + groups.sequences, chunk * tokens) - ends;
+    if (at >= groups.sequences) continue;
+    for (int64_t row = 0; row < 4 * slices; ++row) {
+      groups.sums[row * groups.sequences + at] += heads[chunk * 4 * slices + row];
+    }
+  }
+  for (int64_t s = 0; s < slices && chunks > 0; ++s) {
+    const GroupRows& r = rows[s];
+    store(sections.entropy, slices, s, nullptr, 0, r.entropy, kEntropySumSize, &r.entropy_max_x, 1);
+    store(sections.probabilities, slices, s, nullptr, 0, r.probabilities, kProbabilitiesSumSize,
+          r.probability_maxima, kProbabilitiesMaxSize);
+    store(sections.truncation, slices, s, r.truncation_counts, kTruncationCountSize, r.truncation,
+          kTruncationSumSize, &r.truncation_max_x, 1);
+    store(sections.policy_clip, slices, s, r.policy_clip_counts, kPolicyClipCountSize, nullptr, 0,
+          nullptr, 0);
+  }
+}
+
 }  // namespace pyrlstats

@@ -7,6 +7,7 @@
 // Tokens in groups that are not of one set are packed into their sets' buffers and worked on from
 // there, so that the arithmetic only ever sees full groups of one set.
 #include "digits.h"
+#include "groups.h"
 #include "run.h"
 
 namespace pyrlstats {
@@ -365,7 +366,8 @@ size_t workspace_bytes(const Plan& plan) { return Sizes(plan).total; }
 
 namespace ISA {
 extern const Kernels kKernels;
-const Kernels kKernels = {workspace_bytes, chunk, finish, count_digits};
+const Kernels kKernels = {workspace_bytes, chunk,      finish,
+                          count_digits,    add_groups, sizeof(GroupStage)};
 }  // namespace ISA
 
 }  // namespace pyrlstats

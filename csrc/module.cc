@@ -136,12 +136,12 @@ class Batch {
  public:
   Batch(const py::tuple& shape, bool byte_strides, const py::tuple& logp, const py::tuple& old_logp,
         const py::object& masks, const py::object& slice_ids, const py::object& base_mask,
-        int64_t slices)
+        int64_t slices, bool in_order = false)
       : sizes_(to_ints(shape)),
-        operands_(sizes_, byte_strides, (masks.is_none() ? 0 : py::len(masks)) + 4) {
+        operands_(sizes_, byte_strides, (masks.is_none() ? 0 : py::len(masks)) + 5) {
     count_ = 1;
     for (int64_t size : sizes_) count_ *= size;
-    operands_.walk_as_they_lie(logp, old_logp);
+    if (!in_order) operands_.walk_as_they_lie(logp, old_logp);
     plan_.logp = operands_.make(logp);
     plan_.old_logp = operands_.make(old_logp);
     if (plan_.logp.dtype > kFloat64 || plan_.old_logp.dtype > kFloat64) {
@@ -174,6 +174,7 @@ class Batch {
   Batch& operator=(const Batch&) = delete;
 
   Plan& plan() { return plan_; }
+  Operand one_more(py::handle value) { return operands_.make(value); }
   int64_t count() const { return count_; }
 
  private:
@@ -237,6 +238,66 @@ void count_digits_py(uintptr_t counts, const py::list& intervals, bool absolute,
                (int64_t*)counts);
 }
 
+constexpr const char* kAccumulateGroupsDoc =
+    R"(Fill the empty sections of the groups beside the core from a batch. Operands as for `accumulate`.
+
+Args:
+    sections: addresses of the sections entropy, probabilities, truncation and policy_clip; 0 for those not asked for.
+    truncate: bounds on x.
+    clip: bounds on x: low, high, dual.
+    advantages: operand or None.
+    updates: address of float32 [tokens] for exp(x) A, or 0.
+    boundaries: address of int64 [sequences + 1], ascending from 0 to the number of tokens, or 0.
+    sequences: their number.
+    sums: address of float64 [4, slices, sequences], zeros: tokens, x, logp, old_logp.)";
+
+void accumulate_groups_py(const py::tuple& sections, const py::tuple& truncate,
+                          const py::tuple& clip, const py::object& advantages, uintptr_t updates,
+                          uintptr_t boundaries, int64_t sequences, uintptr_t sums, int64_t slices,
+                          const py::tuple& shape, bool byte_strides, const py::tuple& logp,
+                          const py::tuple& old_logp, const py::object& masks,
+                          const py::object& slice_ids, const py::object& base_mask, int num_threads,
+                          const std::string& isa) {
+  const Isa& chosen = choose_isa(isa);
+  Batch batch(shape, byte_strides, logp, old_logp, masks, slice_ids, base_mask, slices, true);
+  const std::vector<int64_t> addresses = to_ints(sections);
+  if (addresses.size() != 4) throw std::invalid_argument("sections must be four addresses");
+  const GroupSections where{(int64_t*)addresses[0], (int64_t*)addresses[1], (int64_t*)addresses[2],
+                            (int64_t*)addresses[3]};
+  GroupPlan groups{};
+  groups.entropy = where.entropy;
+  groups.probabilities = where.probabilities;
+  groups.truncation = where.truncation;
+  groups.policy_clip = where.policy_clip;
+  groups.truncate_low = truncate[0].cast<double>();
+  groups.truncate_high = truncate[1].cast<double>();
+  groups.clip_low = clip[0].cast<double>();
+  groups.clip_high = clip[1].cast<double>();
+  groups.clip_dual = clip[2].cast<double>();
+  Operand weights;
+  if (!advantages.is_none()) {
+    weights = batch.one_more(advantages);
+    if (weights.dtype > kFloat64) throw std::invalid_argument("advantages must have a float dtype");
+    groups.advantages = &weights;
+  }
+  if (!groups.advantages && (updates || groups.policy_clip)) {
+    throw std::invalid_argument("updates and policy_clip need advantages");
+  }
+  groups.updates = (float*)updates;
+  groups.boundaries = (const int64_t*)boundaries;
+  groups.sequences = sequences;
+  groups.sums = (double*)sums;
+  for (int64_t i = 0; i < sequences; ++i) {
+    if (groups.boundaries[i] < 0 || groups.boundaries[i] > groups.boundaries[i + 1] ||
+        groups.boundaries[i + 1] > batch.count()) {
+      throw std::invalid_argument("boundaries must ascend from 0 to the number of tokens");
+    }
+  }
+  const py::gil_scoped_release release;
+  accumulate_groups(chosen, batch.plan(), groups, where, batch.count(),
+                    num_threads < 1 ? 1 : num_threads);
+}
+
 py::dict build_config() {
   py::dict built;
   py::list usable;
@@ -266,6 +327,12 @@ PYBIND11_MODULE(_core, m, py::mod_gil_not_used()) {
         py::arg("logp"), py::arg("old_logp"), py::arg("masks"), py::arg("slice_ids"),
         py::arg("base_mask"), py::arg("num_threads"), py::arg("isa") = "");
   m.attr("DIGITS") = kDigits;
+  m.def("accumulate_groups", &accumulate_groups_py, kAccumulateGroupsDoc, py::arg("sections"),
+        py::arg("truncate"), py::arg("clip"), py::arg("advantages"), py::arg("updates"),
+        py::arg("boundaries"), py::arg("sequences"), py::arg("sums"), py::arg("slices"),
+        py::arg("shape"), py::arg("byte_strides"), py::arg("logp"), py::arg("old_logp"),
+        py::arg("masks"), py::arg("slice_ids"), py::arg("base_mask"), py::arg("num_threads"),
+        py::arg("isa") = "");
   m.def("build_config", &build_config,
         "Version, compiler, flags, instruction sets built (name -> flags) and usable here, best "
         "first.");

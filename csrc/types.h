@@ -79,6 +79,28 @@ struct Digits {
   bool absolute;  // keys of |x|
 };
 
+// The groups of rows beside the core that a call asks for; bounds are on x.
+struct GroupPlan {
+  bool entropy, probabilities, truncation, policy_clip;
+  double truncate_low, truncate_high;
+  double clip_low, clip_high, clip_dual;
+  const Operand* advantages;  // or null; updates and policy_clip need it
+  float* updates;             // [tokens], exp(x) A; or null
+  int64_t sequences;
+  const int64_t* boundaries;  // [sequences + 1], ascending, within the tokens
+  double* sums;               // [4][slices][sequences]: tokens, x, logp, old_logp; zeros
+};
+
+// What a chunk adds to one slice's rows. Scaled sums are kept as 2^-scale of themselves.
+struct GroupRows {
+  double entropy[layout::kEntropySumSize], entropy_max_x, entropy_scale;
+  double probabilities[layout::kProbabilitiesSumSize];
+  double probability_maxima[layout::kProbabilitiesMaxSize];
+  int64_t truncation_counts[layout::kTruncationCountSize];
+  double truncation[layout::kTruncationSumSize], truncation_max_x, truncation_scale;
+  int64_t policy_clip_counts[layout::kPolicyClipCountSize];
+};
+
 // One instruction set's functions. A workspace is memory of `workspace_bytes`, aligned to a page,
 // all zero before its first use and again after `finish`.
 struct Kernels {
@@ -92,6 +114,11 @@ struct Kernels {
                  int64_t n_zero_stride);
   // Adds tokens [begin, begin + count) to counts[digits.count][kDigits]. Needs no workspace.
   void (*count_digits)(const Plan&, const Digits&, int64_t begin, int64_t count, int64_t* counts);
+  // Adds tokens [begin, begin + count) to rows[slices] and to head[4][slices]: the sums of the
+  // sequence that began before. Scratch memory of group_bytes, aligned to 64.
+  void (*add_groups)(const Plan&, const GroupPlan&, void* scratch, int64_t begin, int64_t count,
+                     GroupRows* rows, double* head);
+  size_t group_bytes;
 };
 
 }  // namespace pyrlstats

@@ -43,4 +43,24 @@ def count_digits(
     num_threads: int,
     isa: str = "",
 ) -> None: ...
+def accumulate_groups(
+    sections: tuple[int, int, int, int],
+    truncate: tuple[float, float],
+    clip: tuple[float, float, float],
+    advantages: _Operand | None,
+    updates: int,
+    boundaries: int,
+    sequences: int,
+    sums: int,
+    slices: int,
+    shape: tuple[int, ...],
+    byte_strides: bool,
+    logp: _Operand,
+    old_logp: _Operand,
+    masks: tuple[_Operand, ...] | None,
+    slice_ids: _Operand | None,
+    base_mask: _Operand | None,
+    num_threads: int,
+    isa: str = "",
+) -> None: ...
 def build_config() -> _BuildConfig: ...

@@ -98,4 +98,5 @@ def accumulate(batch: Batch, state: State, num_threads: int | None = None) -> No
         return
     from pyrlstats.groups.accumulate import accumulate
 
-    accumulate(batch, state, engine)
+    fill = None if name != "cpp" else functools.partial(backend.fill_groups, num_threads=num_threads)
+    accumulate(batch, state, engine, fill)

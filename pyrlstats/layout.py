@@ -316,9 +316,19 @@ class Layout:
 def c_header() -> str:
     """Text of ``layout.h``: the tables above as C++ constants."""
 
+    def camel(name: str) -> str:
+        return "".join(part.capitalize() for part in name.split("_"))
+
     def enum(prefix: str, names: tuple[str, ...]) -> str:
-        fields = [prefix + "".join(part.capitalize() for part in name.split("_")) for name in names]
-        return f"enum {{ {', '.join(fields)}, {prefix}Size }};"
+        return f"enum {{ {', '.join(prefix + camel(name) for name in names)}, {prefix}Size }};"
+
+    groups = [
+        enum(f"k{camel(name)}{kind}", rows)
+        for name, table in TABLES.items()
+        if table is not CORE
+        for kind, rows in (("Count", table.counts), ("Sum", table.sums), ("Max", table.maxima))
+        if rows
+    ]
 
     return "\n".join(
         (
@@ -330,6 +340,7 @@ def c_header() -> str:
             enum("kCount", COUNTS),
             enum("kSum", SUMS),
             enum("kMax", MAXIMA),
+            *groups,
             f"constexpr uint32_t kAbsBits = {ABS_BITS:#x};",
             f"constexpr uint32_t kInfBits = {INF_BITS:#x};",
             f"constexpr uint32_t kNearBits = {NEAR_BITS:#x};",

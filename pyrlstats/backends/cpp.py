@@ -11,7 +11,7 @@ import numpy as np
 
 from pyrlstats import _core  # ImportError where the extension is not built
 from pyrlstats.backends.batch import Batch
-from pyrlstats.layout import STATE_VERSION, clip_thresholds
+from pyrlstats.layout import STATE_VERSION, clip_thresholds, log_bounds
 from pyrlstats.state import Array, State
 
 if TYPE_CHECKING:
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 if _core.STATE_VERSION != STATE_VERSION:
     raise ImportError("the extension pyrlstats._core is of another version: reinstall pyrlstats")
+
+_SECTIONS = ("entropy", "probabilities", "truncation", "policy_clip")
 
 Operand = tuple[int, int, "tuple[int, ...] | None"]
 Arguments = tuple[
@@ -79,6 +81,46 @@ def accumulate(batch: Batch, state: State, num_threads: int | None = None, isa: 
         *_arguments(batch, num_threads),
         isa=isa,
     )
+
+
+def fill_groups(batch: Batch, state: State, num_threads: int | None = None, isa: str = "") -> tuple[Array, Array]:
+    """Fill the empty sections without a histogram of a state's groups, in one pass; as :func:`accumulate`.
+
+    Returns:
+        float32 of logp's shape, the updates w A, or None where they are not asked for; float64 (4, S, sequences), the
+        sums over sequences of 1, x, logp and old_logp, or None.
+    """
+    asked = {group.name: group for group in state.groups}
+    is_array = isinstance(state.buffer, np.ndarray)
+    xp: Any = np if is_array else sys.modules["torch"]
+    updates: Array = xp.zeros(tuple(batch.logp.shape), dtype=xp.float32) if "updates" in asked else None
+    boundaries: Array = None
+    sums: Array = None
+    if "sequences" in asked:
+        given: Array = batch.boundaries
+        boundaries = np.ascontiguousarray(given) if is_array else given.contiguous()
+        sums = xp.zeros((4, len(state.names), boundaries.shape[0] - 1), dtype=xp.float64)
+    operand: Any = _array_operand if is_array else _tensor_operand
+    low, high = _thresholds(state.clip)
+    least, most = log_bounds(*asked["truncation"].thresholds) if "truncation" in asked else (0.0, 0.0)
+    (dual,) = log_bounds(asked["policy_clip"].thresholds[2]) if "policy_clip" in asked else (0.0,)
+    entropy, probabilities, truncation, policy_clip = (
+        _address(state.group(name).buffer) if name in asked else 0 for name in _SECTIONS
+    )
+    _core.accumulate_groups(
+        (entropy, probabilities, truncation, policy_clip),
+        (least, most),
+        (low, high, dual),
+        operand(batch.advantages) if "policy_clip" in asked else None,
+        0 if updates is None else _address(updates),
+        0 if boundaries is None else _address(boundaries),
+        0 if boundaries is None else boundaries.shape[0] - 1,
+        0 if sums is None else _address(sums),
+        len(state.names),
+        *_arguments(batch, num_threads),
+        isa=isa,
+    )
+    return updates, sums
 
 
 def count_digits(

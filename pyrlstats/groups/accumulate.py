@@ -23,36 +23,48 @@ _FAMILIES: dict[str, ModuleType] = {
 }
 
 Engine = Callable[[Batch, State], None]  # adds a batch to a core state
+Fill = Callable[[Batch, State], tuple[Array, Array]]  # as backends.cpp.fill_groups
 
 
-def accumulate(batch: Batch, state: State, engine: Engine) -> None:
+def accumulate(batch: Batch, state: State, engine: Engine, fill: Fill | None = None) -> None:
     """Add the batch to a state with groups, in place.
 
-    ``engine`` makes the core, and bins the values of the groups with a histogram. What does not fit into memory leaves
-    the state as it was.
+    ``engine`` makes the core, and bins the values of the groups with a histogram; ``fill`` the other groups, which is
+    done by array operations where the backend has none. What does not fit into memory leaves the state as it was.
     """
     fresh = State.empty(state.names, state.layout, state.clip, _device(state), state.groups)
     engine(batch, fresh.core())
     asked = {group.name for group in state.groups}
-    slices = len(state.names)
-    families = {name: family for name, family in _FAMILIES.items() if name in asked}
     with np.errstate(all="ignore"):
-        for block in blocks(batch, slices) if families else ():
-            tokens = tokens_of(block)
-            rows = State.empty(state.names, state.layout, state.clip, _device(state), state.groups)
-            for name, family in families.items():
-                family.fill(rows.group(name), tokens)
-                fresh.group(name).merge_(rows.group(name))
-            if "updates" in asked:
-                engine(_values(policy_clip.updates(tokens), tuple(block.members)), fresh.group("updates"))
+        if fill is None:
+            _fill(batch, fresh, engine)
+            sums = sequences.sums(batch, len(state.names)) if "sequences" in asked else None
+        else:
+            updates, sums = fill(batch, fresh)
+            if updates is not None:
+                engine(replace(batch, logp=updates, old_logp=_zeros(updates)), fresh.group("updates"))
         if "advantages" in asked:
             engine(replace(batch, logp=batch.advantages, old_logp=_zeros(batch.advantages)), fresh.group("advantages"))
-        if "sequences" in asked:
-            quantities, ids, n_empty = sequences.quantities(batch, slices)
+        if sums is not None:
+            quantities, ids, n_empty = sequences.quantities(sums)
             fresh.group("sequences").count("n_empty")[...] = n_empty
             for name, values in zip(SEQUENCE_QUANTITIES, quantities, strict=True):
                 engine(Batch(values, _zeros(values), None, ids, None), fresh.group(name))
     state.merge_(fresh)
+
+
+def _fill(batch: Batch, fresh: State, engine: Engine) -> None:
+    """The groups of an empty state that are made token by token."""
+    asked = {group.name for group in fresh.groups}
+    families = {name: family for name, family in _FAMILIES.items() if name in asked}
+    for block in blocks(batch, len(fresh.names)) if families else ():
+        tokens = tokens_of(block)
+        rows = State.empty(fresh.names, fresh.layout, fresh.clip, _device(fresh), fresh.groups)
+        for name, family in families.items():
+            family.fill(rows.group(name), tokens)
+            fresh.group(name).merge_(rows.group(name))
+        if "updates" in asked:
+            engine(_values(policy_clip.updates(tokens), tuple(block.members)), fresh.group("updates"))
 
 
 def _values(values: Array, members: tuple[Array, ...]) -> Batch:

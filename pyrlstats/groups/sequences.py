@@ -4,34 +4,39 @@ from __future__ import annotations
 
 import numpy as np
 
+from pyrlstats._sequences import arange
 from pyrlstats.backends.batch import Batch
 from pyrlstats.backends.tokens import as_dtype, blocks
 from pyrlstats.state import Array, State, namespace
 
 
-def quantities(batch: Batch, slices: int) -> tuple[list[Array], Array, Array]:
+def sums(batch: Batch, slices: int) -> Array:
+    """Sums over each sequence of 1, x, logp and old_logp: float64 (4, S, sequences), NaN and infinities too."""
+    boundaries: Array = batch.boundaries
+    xp = namespace(boundaries)
+    shape = (4, slices, boundaries.shape[0] - 1)
+    result: Array = np.zeros(shape) if xp is np else boundaries.new_zeros(shape, dtype=xp.float64)
+    for block in blocks(batch, slices):
+        ends = xp.clip(boundaries, block.start, block.stop) - block.start
+        members = block.members
+        result[0] += _segment_sums(as_dtype(members, xp.float64), ends)
+        for row, values in enumerate((block.log_ratio(), block.logp, block.old_logp), 1):
+            result[row] += _segment_sums(xp.where(members, as_dtype(values, xp.float64), 0.0), ends)
+    return result
+
+
+def quantities(sums: Array) -> tuple[list[Array], Array, Array]:
     """One value a slice and sequence, in the order of ``options.SEQUENCE_QUANTITIES``.
 
     Returns:
         The values, float64 (S x sequences,) each; the slice of each, or -1 where the sequence has no token of it;
         and int64 (S,), how many of those there are. A sequence with a NaN or infinite token has such a value.
     """
-    boundaries: Array = batch.boundaries
-    xp = namespace(boundaries)
-    shape = (slices, boundaries.shape[0] - 1)
-    zeros = np.zeros(shape) if xp is np else boundaries.new_zeros(shape, dtype=xp.float64)
-    n, x_sum, logp_sum, old_sum = zeros, zeros, zeros, zeros
-    for block in blocks(batch, slices):
-        ends = xp.clip(boundaries, block.start, block.stop) - block.start
-        members = block.members
-        n = n + _segment_sums(as_dtype(members, xp.float64), ends)
-        x_sum = x_sum + _segment_sums(xp.where(members, as_dtype(block.log_ratio(), xp.float64), 0.0), ends)
-        logp_sum = logp_sum + _segment_sums(xp.where(members, as_dtype(block.logp, xp.float64), 0.0), ends)
-        old_sum = old_sum + _segment_sums(xp.where(members, as_dtype(block.old_logp, xp.float64), 0.0), ends)
-    index = np.arange(slices) if xp is np else xp.arange(slices, device=boundaries.device)
+    xp = namespace(sums)
+    n, x, logp, old_logp = sums
+    index = arange(n.shape[0], n)
     ids = xp.where(n > 0, index[:, None], -1)
-    mean = x_sum / n
-    values = [x_sum, mean, -logp_sum / n, -old_sum / n, -mean]
+    values = [x, x / n, -logp / n, -old_logp / n, -x / n]
     return [value.reshape(-1) for value in values], ids.reshape(-1), (n == 0).sum(-1)
 
 
