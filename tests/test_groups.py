@@ -21,6 +21,8 @@ from pyrlstats.slice_stats import SCALARS
 
 EVERYTHING: dict[str, Any] = {"truncate": (0.5, 2.0), "entropy": True, "probabilities": True, "sequences": True}
 QUANTILES = ("update_abs_p50", "update_abs_p99", "update_abs_p99_9")  # within a bin
+# of differences of sums, what is left; of the logarithm of a sum that is right to 5e-7, so much
+LEAST = {"probability_correlation": 1e-6, "probability_diff_std": 3e-8, "sequence_renyi2_unnormalised": 1e-6}
 COUNTS = ("n_advantage_not_finite", "n_sequences", "n_sequences_finite", "n_sequences_empty")
 
 
@@ -49,8 +51,7 @@ def assert_right(got: dict[str, float], slice_name: str, wanted: dict[str, float
         elif math.isnan(want) or math.isinf(want):
             right = value == want or (math.isnan(value) and math.isnan(want))
         else:
-            # of differences of float64 sums, the square root is taken of what they leave
-            least = 1e-6 if name == "probability_correlation" else 3e-8 if name == "probability_diff_std" else 1e-9
+            least = LEAST.get(name, 1e-9)
             right = abs(value - want) <= 1e-6 * abs(want) + least
         if not right:
             problems.append(f"{name}: got {value}, wanted {want}")
