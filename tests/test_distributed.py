@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from source_tree import imported
 
 import pyrlstats
 from pyrlstats import SliceAccumulator, SliceStats
@@ -22,9 +23,8 @@ from pyrlstats.layout import MAXIMA, SUMS
 from pyrlstats.state import State
 
 sys.path.insert(0, str(Path(__file__).parent / "distributed_workers"))  # the processes get it too
-sys.path.insert(0, str(Path(__file__).parents[1]))
 ranks: Any = importlib.import_module("ranks")
-benchmark: Any = importlib.import_module("benchmarks.all_reduce")
+benchmark = imported("benchmarks.all_reduce")
 
 World = Callable[..., list[Any]]
 KINDS = {

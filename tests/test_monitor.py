@@ -148,6 +148,13 @@ def test_without_a_folder_going_back_counts_as_new(caplog):
     assert sum("going back" in message for message in caplog.messages) == 1
 
 
+def test_going_back_without_what_was_written(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    monitor = run(Monitor(tmp_path / "file" / "run", baseline=20), [1, 2, 3, 2, 3])
+    assert monitor.lost == {"run folder": 1, "steps": 5, "going back": 1}
+    monitor.close()
+
+
 def test_skipped_steps(tmp_path):
     monitor = run(Monitor(tmp_path, baseline=BASELINE), range(0, 900, 5), onset=300, growth=0.005)
     (first, *_) = monitor.alerts
@@ -393,6 +400,7 @@ def test_a_foreign_folder_is_left_alone(tmp_path, caplog):
     assert monitor.frozen
     assert monitor.lost["run folder"] == 1
     assert (tmp_path / "run.json").read_text() == '{"a": 1}'
+    assert os.listdir(tmp_path) == ["run.json"]
     monitor.close()
 
 

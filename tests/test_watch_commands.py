@@ -85,6 +85,26 @@ def test_what_cannot_be_read_is_said_by_every_command(tmp_path: Path) -> None:
         assert call("compare", path, path).exit_code == 3
 
 
+def test_damage_that_shows_late_is_said_too(tmp_path: Path) -> None:
+    table = tmp_path / "damaged.parquet"
+    write_parquet(table, [(step, step_stats(step)) for step in range(1, 41)])
+    import pyarrow.parquet as pq
+
+    row_group = pq.ParquetFile(table).metadata.row_group(0)
+    place = next(
+        row_group.column(index).data_page_offset + 200
+        for index in range(row_group.num_columns)
+        if row_group.column(index).path_in_schema.startswith("state.bin_counts")
+    )
+    data = bytearray(table.read_bytes())
+    data[place] ^= 0xFF
+    table.write_bytes(data)
+    for command in (["report", table, "--markdown"], ["check", table], ["replay", table], ["compare", table, table]):
+        done = call(*command)
+        assert done.exit_code == 3, command
+        assert "damaged.parquet cannot be read: " in done.stderr.replace("\n", " ")
+
+
 @pytest.mark.parametrize("steps", [0, 1])
 def test_watch_of_a_run_that_has_just_begun(tmp_path: Path, steps: int) -> None:
     done = call("watch", write_run(tmp_path / "run", steps), "--once", "--width", 80)

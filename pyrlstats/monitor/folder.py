@@ -65,13 +65,14 @@ class RunWriter:
 
     def __init__(self, path: str | Path, start: float) -> None:
         self.path = Path(path)
+        info = read_info(self.path)  # something else is left as it is
         self.path.mkdir(parents=True, exist_ok=True)
         for folder in (ARTIFACTS, SNAPSHOTS):
             (self.path / folder).mkdir(exist_ok=True)
         self._steps = _Lines(self.path / STEPS)
         try:
             self._alerts = _Lines(self.path / ALERTS)
-            self.info = read_info(self.path) or {"format": FORMAT, "pyrlstats": version(), "start": start, "make": None}
+            self.info = info or {"format": FORMAT, "pyrlstats": version(), "start": start, "make": None}
             self._write_info()
         except BaseException:
             self._steps.close()

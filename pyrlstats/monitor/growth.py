@@ -106,7 +106,7 @@ def growth(scene: Scene) -> Iterator[Finding]:
     score, limits = scene.drift.score(), scene.limits
     grew = level(scene.values) - scene.drift.baseline.location
     begun = np.asarray((score > limits.warning) & (grew > LEAST_GROWTH)).reshape(shape)
-    goes_on = np.asarray(score > 0.5 * limits.warning).reshape(shape).any(1)
+    goes_on: NDArray[np.bool_] = np.any((score > 0.5 * limits.warning).reshape(shape), axis=1)
     for row, name in enumerate(scene.names):
         if begun[row].any():
             scores = np.where(begun[row], score.reshape(shape)[row], -np.inf)

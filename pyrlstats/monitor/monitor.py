@@ -33,12 +33,13 @@ class Monitor:
     without another collective. Rank 0 writes the folder and calls ``on_alert``; the rank is that of
     ``torch.distributed`` where it is initialised, else that of the environment variable ``RANK``, else 0.
 
-    Nothing raises out of ``observe``. What could not be done is counted in ``lost`` and logged once a kind, as are
-    alerts, by the logger "pyrlstats.monitor".
+    Call it from one thread. Nothing raises out of ``observe``. What could not be done is counted in ``lost`` and logged
+    once a kind, as are alerts, by the logger "pyrlstats.monitor".
 
     Args:
         run_folder: where steps, alerts and their artifacts are kept; a folder that has some is continued exactly where
-            the run was. None keeps nothing: then a run that goes back to an earlier step is not followed there.
+            the run was, by every rank: all must see it. None keeps nothing: then a run that goes back to an earlier
+            step is not followed there.
         rules: asked at every step, beside the detectors; see :class:`~pyrlstats.monitor.alerts.Rules`.
         baseline: steps with statistics that are frozen as the baseline, 20 to 512. Growth is reported after them.
         skip: steps with statistics before the baseline that count for nothing, such as a warm-up.
@@ -76,6 +77,7 @@ class Monitor:
         self._alerts: deque[Alert] = deque(maxlen=_MOST_ALERTS)
         self._stop = False
         self._artifacts = 0
+        self._went_back = False
         self._writer: RunWriter | None = None
         self._watcher = Watcher(self.settings, rules, self._lose)
         self._closed = False
@@ -204,14 +206,24 @@ class Monitor:
                 "going back", ValueError(f"step {step} after step {last}: without a run folder it counts as new")
             )
             return []
-        _log.warning("step %d after step %d: the monitor goes back to where it was before it", step, last)
+        _log.log(
+            logging.INFO if self._went_back else logging.WARNING,
+            "step %d after step %d: the monitor goes back to where it was before it",
+            step,
+            last,
+        )
+        self._went_back = True
         if self._writer is not None:
             try:
                 self._writer.back_to(step)
                 snapshots.forget(self._writer, step)
             except OSError as error:
                 self._lose("alerts", error)
-        return self._restore(self._path, step)
+        try:
+            return self._restore(self._path, step)
+        except (OSError, ValueError) as error:
+            self._lose("going back", error)
+            return []
 
     def _restore(self, path: Path, before: int | None) -> list[Alert]:
         """Become what the monitor was after the last step (below ``before``); returns alerts that were never told."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -97,7 +99,8 @@ def report(
 
     recorded = _open("report", run)
     book = _rules("report", rules)
-    text = _report.markdown(recorded, book) if markdown else _report.html(recorded, book)
+    with _reading("report"):
+        text = _report.markdown(recorded, book) if markdown else _report.html(recorded, book)
     if markdown and out is None:
         typer.echo(text)
         return
@@ -145,10 +148,11 @@ def check(
     book = _rules("check", rules)
     if not len(recorded.steps):
         _fail("check", f"{run} holds no step that can be read, and {recorded.damaged} damaged lines")
-    judged = judge(recorded, book)
+    with _reading("check"):
+        judged = judge(recorded, book)
+        own = ask_rules(recorded, book).alerts if rules and judged.source == "monitor" else []
     alerts = list(judged.alerts)
-    if rules and judged.source == "monitor":
-        alerts += [alert for alert in ask_rules(recorded, book).alerts if alert.key not in {a.key for a in alerts}]
+    alerts += [alert for alert in own if alert.key not in {each.key for each in alerts}]
     worst = max((alert.level for alert in alerts), key=("info", "warning", "stop").index, default="info")
     if not quiet:
         for alert in alerts:
@@ -180,7 +184,8 @@ def replay(
 
     recorded = _open("replay", run)
     book = _rules("replay", rules, builtin=not no_builtin)
-    found = ask_rules(recorded, book, warmup)
+    with _reading("replay"):
+        found = ask_rules(recorded, book, warmup)
     if json_lines:
         for alert in found.alerts:
             typer.echo(json.dumps(alert.to_json(), allow_nan=False))
@@ -247,6 +252,17 @@ def doctor(
     console = Console()
     healthy = _doctor.examine(console, test=not quick)
     raise typer.Exit(0 if healthy else 1)
+
+
+@contextmanager
+def _reading(command: str) -> Iterator[None]:
+    """States are read late: what is damaged in them shows here."""
+    from pyrlstats.watch.runs import RunError
+
+    try:
+        yield
+    except RunError as error:
+        _fail(command, str(error))
 
 
 def _open(command: str, path: Path) -> Run:

@@ -70,8 +70,8 @@ class _Sum:
     def add(self, state: State) -> None:
         self._buffer[: self._whole] += state.buffer[: self._whole]
         np.maximum(self._maxima, state.maxima, out=self._maxima)
-        self._sums.append(state.sums)
-        self._highest.append(state.maximum("max_x"))
+        self._sums.append(state.sums.copy())  # views would keep the whole state in memory
+        self._highest.append(state.maximum("max_x").copy())
         self.count += 1
         if self.count % 1024 == 0:  # so that a group of many steps stays small
             self._fold()

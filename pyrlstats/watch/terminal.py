@@ -186,7 +186,7 @@ def _growth(history: Floats) -> Text:
     few = max(1, len(known) // 10)
     ratio = float(np.median(known[-few:]) / np.median(known[:few]))
     style = "bold red" if ratio >= 3.0 else "yellow" if ratio >= 1.5 else "dim"
-    return Text(f"×{ratio:.2f}", style=style)  # noqa: RUF001
+    return Text(f"×{ratio:.2f}" if ratio >= 0.1 else f"×{ratio:.1g}", style=style)  # noqa: RUF001
 
 
 def _scalars(view: View, width: int, most: int) -> RenderableType:

@@ -197,7 +197,7 @@ def rollout(group: int, which: int) -> tuple[list[int], list[int]]:
 
 
 class Worker:
-    """Generates nothing: its queue holds rollouts of 24 groups of four."""
+    """Generates nothing: its queue holds rollouts of 24 groups of four, group by group 0 to 4 versions old."""
 
     def __init__(self) -> None:
         self.rollout_buffer: Any = queue.Queue()
@@ -213,8 +213,8 @@ class Worker:
                         input_ids=np.array(ids),
                         completion_mask=np.array(mask),
                         old_log_probs=np.array(logps, np.float32),
-                        advantage=which - 1.5,
-                        model_version=0,
+                        advantage=which - 1.5 + 10 * group,
+                        model_version=1 - group % 5,
                         group_id=group,
                         metrics={"reward": float(which)},
                     )
@@ -275,6 +275,8 @@ def make_async_trainer(out: Path, monkeypatch: Any, **options: Any) -> Any:
             str(out),
             per_device_train_batch_size=8,
             token_budget=0,
+            max_staleness=10,
+            weight_sync_steps=1000,  # the version stays 1, that of the first weights sent
             learning_rate=1e-2,
             report_to=[],
             logging_steps=1,

@@ -9,7 +9,7 @@ from typing import Any
 
 from pyrlstats.accumulator import SliceAccumulator
 from pyrlstats.integrations.trl.failures import Failures
-from pyrlstats.integrations.trl.families import ALL, Family, masks_of, names_of, resolve
+from pyrlstats.integrations.trl.families import ALL, FAMILIES, Family, masks_of, names_of, resolve
 from pyrlstats.integrations.trl.hooks import Hooks, is_hooked
 from pyrlstats.integrations.trl.pooling import Reducer, Stats, Window
 from pyrlstats.integrations.trl.readers import reader_for
@@ -88,9 +88,9 @@ def attach(
 
     Args:
         trainer: a GRPOTrainer, RLOOTrainer or AsyncGRPOTrainer, or one that derives from them.
-        slices: names of families ("tool": text, pre_tool, post_tool; "turn"; "staleness": optimizer steps since the
-            batch was generated) and :class:`Family` objects. None takes every family that this trainer knows. The
-            slice "all" is always there.
+        slices: names of families ("tool": text, pre_tool, post_tool; "turn"; "staleness": by the age of the policy that
+            wrote the tokens) and :class:`Family` objects. None takes every family that this trainer tells without
+            more; "staleness" of AsyncGRPO has to be asked for. The slice "all" is always there.
         prefix: of the keys.
         statistics: names as in :meth:`pyrlstats.SliceStats.to_dict`; None logs all of them. Each key goes into the
             trainer's ``log_history`` and its checkpoints, slices x ratios times.
@@ -115,7 +115,7 @@ def attach(
     reader = reader_for(trainer)
     if is_hooked(trainer):
         raise ValueError("this trainer is attached already: call detach() on the handle of before")
-    families = resolve(slices, reader.families)
+    families = resolve(slices, reader.families, reader.known_families)
     by_sequence = reader.by_sequence or getattr(trainer, "importance_sampling_level", "token") == "sequence"
 
     def make(names: Sequence[str]) -> SliceAccumulator:
@@ -165,7 +165,7 @@ class Attachment:
         self._reducer = Reducer(reader.ratios, names, make, group, trainer.accelerator.num_processes)
         self._keeps = {one.name for one in self._reducer.groups}
         self._hooks = Hooks(trainer)
-        reader(trainer, self._hooks, self._deliver, self._failures)
+        reader(trainer, self._hooks, self._deliver, self._failures, FAMILIES["staleness"] in families)
         self._hooks.wrap("log", self._log)
 
     @property
@@ -271,8 +271,8 @@ def _occasion(logs: Mapping[str, Any]) -> tuple[str | None, str]:
 def _epsilons(trainer: Any) -> tuple[float, float]:
     """The trainer's clip, where it is one."""
     low, high = getattr(trainer, "epsilon_low", None), getattr(trainer, "epsilon_high", None)
-    if isinstance(low, float) and isinstance(high, float) and 0 < low < 1 and high > 0:
-        return low, high
+    if isinstance(low, (int, float)) and isinstance(high, (int, float)) and 0 < low < 1 and high > 0:
+        return float(low), float(high)
     return 0.2, 0.2
 
 

@@ -30,7 +30,10 @@ class Family(NamedTuple):
 def _staleness(tokens: Tokens) -> Mapping[str, Array] | None:
     if tokens.age is None:
         return None
-    return staleness_slices(tokens.age, torch.zeros(1, 1, dtype=torch.int64, device=tokens.mask.device))
+    age = tokens.age
+    if isinstance(age, int):
+        age = torch.full((1, 1), age, device=tokens.mask.device)
+    return staleness_slices(age, -(age < 0).to(torch.int64))  # a negative version is no version
 
 
 FAMILIES = {
@@ -41,7 +44,7 @@ FAMILIES = {
 """Families by the name that ``attach(slices=...)`` takes."""
 
 
-def resolve(slices: Sequence[str | Family] | None, known: Sequence[str]) -> tuple[Family, ...]:
+def resolve(slices: Sequence[str | Family] | None, default: Sequence[str], known: Sequence[str]) -> tuple[Family, ...]:
     """The families that ``attach(slices=...)`` means, of a trainer that knows the families ``known``.
 
     Raises:
@@ -51,7 +54,7 @@ def resolve(slices: Sequence[str | Family] | None, known: Sequence[str]) -> tupl
     if isinstance(slices, (str, Family)):
         raise TypeError(f"slices must be a sequence of names and families, got {slices!r}: use [{slices!r}]")
     found = []
-    for one in known if slices is None else slices:
+    for one in default if slices is None else slices:
         if isinstance(one, str) and one in known:
             found.append(FAMILIES[one])
         elif isinstance(one, Family):

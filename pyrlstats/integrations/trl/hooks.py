@@ -18,6 +18,12 @@ class Hooks:
         self.target = target
         self._wrapped: dict[str, tuple[Any, Any]] = {}  # method -> what the instance dictionary held, the wrapper
         self._active = True
+        self._others: list[Hooks] = []
+
+    def on(self, target: Any) -> Hooks:
+        """Hooks on another object, which :meth:`restore` takes off too."""
+        self._others.append(Hooks(target))
+        return self._others[-1]
 
     def wrap(self, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Replace ``target.name`` by ``make(bound method)``."""
@@ -45,7 +51,7 @@ class Hooks:
             else:
                 setattr(self.target, name, before)
         self._wrapped.clear()
-        return buried
+        return buried + [name for other in self._others for name in other.restore()]
 
 
 def is_hooked(target: Any) -> bool:

@@ -1,7 +1,8 @@
 """Where each trainer has its log-probabilities: the hooks that read them off as they pass by.
 
-A reader wraps the methods of one trainer and calls ``deliver(read)`` once a micro-batch, after the loss has been
-computed; ``read()`` makes the :class:`Tokens`. Whatever the trainer's own methods raise goes through untouched.
+A reader wraps the methods of one trainer, with ``ages`` also those that tell staleness where that costs something. It
+calls ``deliver(read)`` once a micro-batch, after the loss has been computed; ``read()`` makes the :class:`Tokens`.
+Whatever the trainer's own methods raise goes through untouched.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from pyrlstats.integrations.trl.ages import SampleAges
 from pyrlstats.integrations.trl.families import ALL
 from pyrlstats.integrations.trl.hooks import FirstResult, Hooks
 from pyrlstats.integrations.trl.tokens import RATIOS, Tokens
@@ -41,7 +43,7 @@ class GRPOReader:
 
     Attributes:
         ratios: that can exist.
-        families: of slices that its batches tell.
+        families, known_families: of slices, by default and at most.
         by_sequence: whether the loss is of ratios of whole sequences.
         methods: of the trainer, that it hooks.
         absent: whose log-probabilities may be absent -> how to say why.
@@ -50,12 +52,13 @@ class GRPOReader:
     ratios = tuple(RATIOS)
     by_sequence = False
     families: tuple[str, ...] = ("tool", "turn", "staleness")
+    known_families: tuple[str, ...] = families
     methods = (LOGPS, GENERATE, LOSS)
     absent: Mapping[str, tuple[int, str]] = MappingProxyType(
         {"old": (logging.WARNING, _NO_OLD), "sampler": (logging.INFO, _NO_SAMPLER)}
     )
 
-    def __init__(self, trainer: Any, hooks: Hooks, deliver: Deliver, guard: Guard) -> None:
+    def __init__(self, trainer: Any, hooks: Hooks, deliver: Deliver, guard: Guard, ages: bool) -> None:
         self._trainer, self._deliver, self._guard = trainer, deliver, guard
         self._learner, self._old = FirstResult(), FirstResult()
         self._generated_at: int | None = None
@@ -134,7 +137,7 @@ class RLOOReader(GRPOReader):
 
     ratios = ("learner_vs_old",)
     by_sequence = True
-    families = ("staleness",)
+    families = known_families = ("staleness",)
     absent: Mapping[str, tuple[int, str]] = MappingProxyType({})
 
     def _keep_old(self, batch: dict[str, Any], old: Array | None) -> None:
@@ -152,11 +155,14 @@ class AsyncGRPOReader:
     ratios = ("learner_vs_sampler",)
     by_sequence = False
     families = ("tool", "turn")
+    known_families = (*families, "staleness")
     methods = ("compute_loss",)
     absent: Mapping[str, tuple[int, str]] = MappingProxyType({})
 
-    def __init__(self, trainer: Any, hooks: Hooks, deliver: Deliver, guard: Guard) -> None:
+    def __init__(self, trainer: Any, hooks: Hooks, deliver: Deliver, guard: Guard, ages: bool) -> None:
         self._deliver, self._guard = deliver, guard
+        if ages:
+            SampleAges(trainer, hooks, guard)
         hooks.wrap("compute_loss", self._loss)
 
     @staticmethod
@@ -187,7 +193,7 @@ class AsyncGRPOReader:
             },
             mask=is_term,
             along=lambda builder: _along_terms(builder, is_term, inputs["position_ids"].gather(-1, where), inputs),
-            age=None,
+            age=SampleAges.of_terms(inputs),
             advantages=inputs["advantages"],
             cu_seqlens=_boundaries(inputs["segment_id"], is_term),
             inputs=inputs,

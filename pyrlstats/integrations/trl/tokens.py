@@ -29,7 +29,7 @@ class Tokens:
         logps: "learner", "old" and "sampler" -> log-probabilities of the tokens, nats; those that exist, of one shape.
         mask: non-zero for the tokens of the loss, broadcastable to that shape.
         along: ``along(tool_slices)`` applies a builder of :mod:`pyrlstats.slices` that knows trajectories.
-        age: optimizer steps since the batch was generated; None where unknown.
+        age: of the policy that wrote the tokens: a number, or int64 of their shape, negative where unknown; or None.
         advantages: one a row ``(B,)`` or one a token.
         cu_seqlens: boundaries of the sequences of a packed batch; None where the rows are sequences.
         inputs: what the trainer gave to its loss, for slices of your own. Not to be changed.
@@ -38,7 +38,7 @@ class Tokens:
     logps: Mapping[str, Array]
     mask: Array
     along: Callable[[Callable[..., Slices]], Slices]
-    age: int | None
+    age: int | Array | None
     advantages: Array
     cu_seqlens: Array | None
     inputs: Mapping[str, Any]
