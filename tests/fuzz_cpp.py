@@ -227,6 +227,8 @@ def one_call(seed: int, seen: Counter[str]) -> None:
     assert bool((state.buffer == single.buffer).all()), "other bits with more threads"
     Oracle.check(state.to_host(), wanted.to_host(), magnitudes.to_host(), "differs from the reference")
     _second_pass(rng, batch, slices, threads, isa)
+    if slices <= 33:
+        _groups(rng, batch, names, floats, threads, isa)
 
 
 def _of_magnitudes(batch: Any) -> Any:
@@ -266,6 +268,45 @@ def _second_pass(rng: Any, batch: Any, slices: int, threads: int, isa: str) -> N
     got = np.asarray(cpp.count_digits(batch, intervals, absolute, threads, isa))
     wanted = np.asarray(digits._from_sorted(batch, intervals, absolute))
     assert np.array_equal(got, wanted), f"digits differ in {np.argwhere(got != wanted)[:5].tolist()}"
+
+
+def _groups(rng: Any, batch: Any, names: tuple[str, ...], floats: tuple[str, ...], threads: int, isa: str) -> None:
+    """The groups beside the core: counts and extrema as array operations make them, the same bits for any threads."""
+    import dataclasses
+
+    import numpy as np
+    import torch
+
+    from pyrlstats.backends import cpp
+    from pyrlstats.groups import accumulate, sequences
+    from pyrlstats.groups.options import Options, groups_of
+    from pyrlstats.layout import Layout
+    from pyrlstats.state import State
+
+    shape, tensors = tuple(batch.logp.shape), not isinstance(batch.logp, np.ndarray)
+    n = int(np.prod(shape))
+    values = rng.normal(size=broadcast_shape(rng, shape))
+    values[rng.random(values.shape) < 0.05] = rng.choice([np.nan, np.inf, 0.0])
+    advantages = expanded(placed(rng, values, str(rng.choice(floats)), tensors), shape, tensors)
+    boundaries = np.sort(rng.integers(0, n + 1, int(rng.integers(1, 50))))
+    batch = dataclasses.replace(
+        batch, advantages=advantages, boundaries=torch.from_numpy(boundaries) if tensors else boundaries
+    )
+    groups = groups_of(Options(True, True, 3.0, (0.5, float(rng.choice([2.0, np.inf]))), True, True), (0.2, 0.2))
+    got, single, wanted = (State.empty(names, Layout(), (0.2, 0.2), "cpu" if tensors else None, groups) for _ in "123")
+    with np.errstate(all="ignore"):
+        updates, sums = cpp.fill_groups(batch, got, threads, isa)
+        alone, sums_alone = cpp.fill_groups(batch, single, 1, isa)
+        accumulate._fill(batch, wanted, lambda *_: None)
+        members = np.asarray(sequences.sums(batch, len(names))[0])
+    for one, other in ((got.buffer, single.buffer), (updates, alone), (sums, sums_alone)):
+        assert np.array_equal(np.asarray(one), np.asarray(other), equal_nan=np.asarray(one).dtype.kind == "f")
+    assert np.array_equal(np.asarray(sums)[0], members), "tokens of sequences"
+    for mine, theirs in zip(got.to_host().sections(), wanted.to_host().sections(), strict=True):
+        if mine.table in ("truncation", "policy_clip"):
+            assert np.array_equal(mine.counts, theirs.counts), mine.table
+        if mine.table in ("truncation", "entropy"):
+            assert np.array_equal(mine.maxima, theirs.maxima), mine.table
 
 
 def fuzz(seconds: float, seed: int, calls: int | None) -> None:
