@@ -12,7 +12,11 @@ import torch
 
 from pyrlstats import reference
 from pyrlstats._inputs import gate, resolve_names
+from pyrlstats.groups.accumulate import accumulate
+from pyrlstats.groups.inputs import with_groups
+from pyrlstats.groups.options import Options, groups_of
 from pyrlstats.layout import Layout
+from pyrlstats.slice_stats import SliceStats
 from pyrlstats.state import State
 
 triton_gpu = pytest.importorskip("pyrlstats.backends.triton_gpu")
@@ -224,3 +228,26 @@ def test_adds_to_the_state(oracle, rng):
     x = torch.cat([part for part, _ in parts])
     masks = {name: torch.cat([part[name] for _, part in parts]) for name in ("a", "b")}
     check(oracle, state, x, torch.zeros_like(x), masks)
+
+
+def test_optional_statistics(oracle, rng):
+    """Their histograms are made by the kernels, the rest by array operations, on the device of the tokens."""
+    logp = torch.from_numpy(-rng.random((5, SIZE // 50)).astype(np.float32))
+    old_logp = logp - torch.from_numpy(rng.normal(0.0, 0.3, logp.shape).astype(np.float32))
+    masks = {"some": torch.from_numpy(rng.random(logp.shape) < 0.4), "all": torch.ones(1, 1)}
+    advantages = torch.from_numpy(rng.normal(size=5).astype(np.float32))
+    options = Options(sequences=True, advantages=True, truncate=(0.5, 2.0), entropy=True, probabilities=True)
+    groups = groups_of(options, CLIP)
+    batch = gate(*(_to_device(item) for item in (logp, old_logp, masks, None, None)), tuple(masks))
+    batch = with_groups(batch, groups, _to_device(advantages), None)
+    state = State.empty(tuple(masks), Layout(), CLIP, torch.device(DEVICE), groups)
+    for _ in range(2):
+        accumulate(batch, state, triton_gpu.accumulate)
+    asked = {name: value for name, value in options._asdict().items() if name not in ("advantages", "dual_clip")}
+    wanted = oracle.state(logp, old_logp, masks, advantages=advantages, **asked)
+    twice = SliceStats(wanted) + SliceStats(wanted)
+    assert SliceStats(state).to_dict() == pytest.approx(twice.to_dict(), rel=1e-5, abs=1e-7)
+    for mine, theirs in zip(state.to_host().sections(), twice.state.to_host().sections(), strict=True):
+        assert np.array_equal(mine.counts[:, :1], theirs.counts[:, :1])
+        if not torch.equal(torch.as_tensor(mine.histogram), torch.as_tensor(theirs.histogram)):
+            assert mine.histogram.sum() == theirs.histogram.sum()  # a sum of a sequence at the edge of a bin
