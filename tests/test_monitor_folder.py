@@ -228,3 +228,33 @@ def test_lines():
 def test_artifact_names_are_plain():
     alert = Alert(12, "growth", "warning", "../x/kl", "m", "numerics", "../é x")
     assert artifact_name(alert) == "0000012-growth-_____x"
+
+
+def test_what_was_kept_on_request_comes_back_too(tmp_path):
+    """Groups beside the core: to the bit in the folder, also of a resumed monitor; left aside where runs are shown."""
+    from pyrlstats import Monitor
+    from pyrlstats.watch.pooling import pool
+    from pyrlstats.watch.runs import open_run
+
+    rng = np.random.default_rng(5)
+
+    def steps(first, last):
+        for step in range(first, last):
+            x = rng.normal(0.0, 0.01, (4, 500)).astype("f4")
+            yield step, slice_stats(x, np.zeros_like(x), {"a": x > 0, "b": x < 0.01}, sequences=True, entropy=True)
+
+    kept = {}
+    for first, last in ((0, 30), (30, 45)):
+        with Monitor(tmp_path / "run", baseline=20) as monitor:
+            for step, stats in steps(first, last):
+                kept[step] = stats
+                monitor.observe(step, stats)
+        assert not monitor.lost
+    for record in RunReader(tmp_path / "run").steps:
+        assert record.stats.state.groups == kept[record.step].state.groups
+        assert np.array_equal(record.stats.state.buffer, kept[record.step].state.buffer)
+    pooled = pool(open_run(tmp_path / "run"), 4)
+    assert pooled.lost == 0
+    assert sum(int(group.stats["a"].n_tokens) for group in pooled.groups) == sum(
+        int(stats["a"].n_tokens) for stats in kept.values()
+    )

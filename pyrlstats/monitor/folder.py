@@ -34,7 +34,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from pyrlstats._build import version
-from pyrlstats.layout import Layout
 from pyrlstats.monitor.alerts import Alert
 from pyrlstats.monitor.records import (
     decode_line,
@@ -45,7 +44,7 @@ from pyrlstats.monitor.records import (
     encode_words,
 )
 from pyrlstats.slice_stats import SliceStats
-from pyrlstats.state import State, words_of
+from pyrlstats.state import State
 
 FORMAT = 1
 RUN, STEPS, ALERTS, ARTIFACTS, SNAPSHOTS = "run.json", "steps.jsonl", "alerts.jsonl", "alerts", "snapshots"
@@ -368,7 +367,7 @@ class RunReader:
         make = self.info["make"] or self._read_info()["make"]
         if make is None:
             raise ValueError(f"{self.path / RUN} does not say what the states are")
-        words = words_of(len(make["names"]), Layout(*make["layout"]))
+        words = State.empty_from(make, SliceStats.kind).buffer.size
         return SliceStats(State.from_parts(make, SliceStats.kind, decode_words(fields["state"], words)))
 
 

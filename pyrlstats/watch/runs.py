@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,7 +18,8 @@ from pyrlstats.monitor.folder import RUN, STEPS, Record, RunReader
 from pyrlstats.monitor.records import decode_line, decode_words
 from pyrlstats.monitor.rules_names import as_number
 from pyrlstats.monitor.rules_replay import Table
-from pyrlstats.state import State, words_of
+from pyrlstats.slice_stats import SliceStats
+from pyrlstats.state import State
 
 Floats = NDArray[np.float64]
 
@@ -189,9 +190,7 @@ class _FolderStates:
     def read(self, indices: Sequence[int]) -> Iterator[State | None]:
         # what Record.stats does, without opening the file and checking the make again for each of 100,000 steps
         make = self._reader.info["make"]
-        low, high = make["clip"]
-        layout = Layout(*make["layout"])
-        words = words_of(len(self.names), layout)
+        empty = State.empty_from(make, SliceStats.kind)
         with (self._reader.path / STEPS).open("rb") as lines:
             for index in indices:
                 record = self._records[index]
@@ -200,11 +199,11 @@ class _FolderStates:
                     continue
                 lines.seek(record._offset)
                 try:
-                    buffer = decode_words(decode_line(lines.readline())["state"], words)
+                    buffer = decode_words(decode_line(lines.readline())["state"], empty.buffer.size)
                 except (ValueError, KeyError):
                     yield None
                     continue
-                yield State(self.names, layout, (low, high), buffer)
+                yield replace(empty, buffer=buffer).core()  # what was kept on request is not shown
 
 
 def _monitored(path: Path) -> Run:
