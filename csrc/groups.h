@@ -197,7 +197,9 @@ void add_groups(const Plan& plan, const GroupPlan& groups, void* memory, int64_t
     }
     if (groups.updates) {
       for (int i = 0; i < n; ++i) {
-        groups.updates[begin + i] = (float)(__builtin_exp(work.x[i]) * work.advantage[i]);
+        const double x = work.x[i];  // exp(-inf) is 0, which would count as an update of 0
+        const double w = x - x == 0 ? __builtin_exp(x) : __builtin_nan("");
+        groups.updates[begin + i] = (float)(w * work.advantage[i]);
       }
     }
     if (groups.probabilities) {

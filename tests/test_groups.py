@@ -217,6 +217,12 @@ def test_dtypes_strides_and_grad(dtype):
     assert_right(stats.to_dict(), "m", truth(arrays[0], arrays[1], member, sequence, 30, arrays[2], EVERYTHING))
 
 
+def test_a_token_that_the_new_policy_rules_out_makes_no_update(engine):
+    x = np.float32([-np.inf, 0.0])
+    stats = engine.stats(x, np.zeros_like(x), advantages=np.float32([1.0, 1.0]))["all"]
+    assert (stats.update_abs_mean, stats.update_ess_fraction, stats.update_abs_p50) == (1.0, 1.0, 1.0)
+
+
 def test_one_row_a_value_or_one_token(rng):
     logp, old, _ = tokens(rng, (7, 7))
     A = rng.standard_normal(7)

@@ -26,7 +26,8 @@ def fill(section: State, tokens: Tokens) -> None:
 def updates(tokens: Tokens) -> Array:
     """w A, float64 (n,): NaN where x is not finite."""
     xp = namespace(tokens.x)
-    return xp.exp(tokens.every_x) * tokens.advantages
+    # exp(-inf) is 0, which would count as an update of 0
+    return xp.where(xp.isfinite(tokens.every_x), xp.exp(tokens.every_x), float("nan")) * tokens.advantages
 
 
 def _denominator(state: State) -> Array:

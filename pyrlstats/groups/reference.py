@@ -83,7 +83,7 @@ def advantage_statistics(
     a = values[np.isfinite(values)].astype(np.float64)
     with np.errstate(all="ignore"):
         u = np.abs((np.exp(x.astype(np.float64)) * advantages.astype(np.float64)).astype(np.float32))
-    u = u[np.isfinite(u)].astype(np.float64)
+    u = u[np.isfinite(x) & np.isfinite(u)].astype(np.float64)
     return {
         "n_advantage_not_finite": int(np.count_nonzero(np.isfinite(x) & ~np.isfinite(advantages))),
         "policy_clip_fraction_low": _mean(clipped_low),
