@@ -14,6 +14,7 @@ from pyrlstats.slice_stats import SliceStats
 from pyrlstats.state import Group, State
 
 _DEFAULT_LAYOUT = Layout()
+_DUAL_CLIP = 3.0
 
 
 def slice_stats(
@@ -28,7 +29,7 @@ def slice_stats(
     layout: Layout = _DEFAULT_LAYOUT,
     num_threads: int | None = None,
     advantages: Any = None,
-    dual_clip: float = 3.0,
+    dual_clip: float = _DUAL_CLIP,
     sequences: bool = False,
     cu_seqlens: Any = None,
     truncate: tuple[float, float] | None = None,
@@ -77,11 +78,14 @@ def slice_stats(
     """
     checked_clip = check_clip(clip)
     groups: tuple[Group, ...] = ()
-    if sequences or entropy or probabilities or not (advantages is cu_seqlens is truncate is None):
-        has_sequences = True if cu_seqlens is not None else sequences
-        groups = groups_of(
-            Options(has_sequences, advantages is not None, dual_clip, truncate, entropy, probabilities), checked_clip
-        )
+    if not (
+        sequences is entropy is probabilities is False
+        and advantages is cu_seqlens is truncate is None
+        and dual_clip is _DUAL_CLIP
+    ):
+        kept = True if sequences is False and cu_seqlens is not None else sequences
+        options = Options(kept, advantages is not None, dual_clip, truncate, entropy, probabilities)
+        groups = groups_of(options, checked_clip)
     check_layout(layout)
     if num_threads is not None and (not isinstance(num_threads, int) or num_threads < 1):
         raise ValueError(f"num_threads must be a positive integer or None, got {num_threads!r}")

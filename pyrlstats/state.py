@@ -81,6 +81,10 @@ class Group(NamedTuple):
     layout: Layout
     thresholds: tuple[float, ...] = ()
 
+    def said(self) -> str:
+        """The name and what its counts are decided by, for messages."""
+        return f"{self.name} {self.thresholds}" if self.thresholds else self.name
+
 
 def _all_counts(values: Array) -> bool:
     return bool(values.min() >= 0 and values.max() <= _MAX_COUNT)
@@ -367,6 +371,8 @@ class State:
         for field in ("names", "layout", "clip", "groups"):
             mine, theirs = getattr(self, field), getattr(other, field)
             if mine != theirs:
+                if field == "groups":
+                    mine, theirs = ([group.said() for group in groups] for groups in (mine, theirs))
                 raise ValueError(
                     f"states with different {field} cannot be merged: {mine} and {theirs}; "
                     f"make both with the same {field}"

@@ -287,7 +287,7 @@ def test_what_was_not_asked_for_is_not_there(rng):
             read()
     with pytest.raises(ValueError, match="different groups"):
         plain + pyrlstats.slice_stats(logp, old, masks, entropy=True)
-    with pytest.raises(ValueError, match="different groups"):
+    with pytest.raises(ValueError, match=r"different groups .*: \['truncation \(0.5, 2.0\)'\] and .*\(0.5, 3.0\)"):
         pyrlstats.slice_stats(logp, old, truncate=(0.5, 2)) + pyrlstats.slice_stats(logp, old, truncate=(0.5, 3))
 
 
@@ -319,10 +319,37 @@ def test_bad_types(rng):
         pyrlstats.slice_stats(logp.reshape(-1), old.reshape(-1), cu_seqlens=np.array([0.0, 5.0]))
 
 
+def test_advantages_as_tensors_beside_arrays(rng):
+    logp, old, _ = tokens(rng, (4, 40))
+    A = torch.randn(4).to(torch.bfloat16)
+    got = pyrlstats.slice_stats(logp, old, advantages=A)
+    assert got.to_dict() == pyrlstats.slice_stats(logp, old, advantages=A.float().numpy()).to_dict()
+    accumulator = pyrlstats.SliceAccumulator(["all"], advantages=True).update(logp, old, advantages=A)
+    assert accumulator.compute().to_dict() == got.to_dict()
+
+
+@pytest.mark.parametrize("ends", [[0.0, 160.0], [False, True], [0, None], np.array([0, 2.5])])
+def test_boundaries_must_be_integers(rng, ends):
+    logp, old, _ = tokens(rng, (160,))
+    with pytest.raises(TypeError, match="cu_seqlens must hold integers"):
+        pyrlstats.slice_stats(logp, old, cu_seqlens=ends)
+    with pytest.raises(ValueError, match="cu_seqlens must hold one integer a boundary"):
+        pyrlstats.slice_stats(logp, old, cu_seqlens=[0, [1, 2]])
+
+
+@pytest.mark.parametrize("options", [{"sequences": "no", "cu_seqlens": [0, 160]}, {"sequences": 0}, {"entropy": None}])
+def test_switches_are_those_of_an_accumulator(rng, options):
+    logp, old, _ = tokens(rng, (160,))
+    with pytest.raises(TypeError, match=r"(sequences|entropy) must be True or False, got ('no'|0|None)"):
+        pyrlstats.slice_stats(logp, old, **options)
+    with pytest.raises(ValueError, match="dual_clip must be above 1"):
+        pyrlstats.slice_stats(logp, old, dual_clip=0.5)
+
+
 @pytest.mark.parametrize("ends", [[0, 7, 5, 160], [-1, 160], [0, 161]])
 def test_bad_boundaries(rng, ends):
     logp, old, _ = tokens(rng, (160,))
-    with pytest.raises(ValueError, match="cu_seqlens must ascend from 0 to the number of tokens, 160"):
+    with pytest.raises(ValueError, match="cu_seqlens must ascend and lie in 0 to the number of tokens, 160"):
         pyrlstats.slice_stats(logp, old, cu_seqlens=ends)
     # those of a device are not looked at: they never leave the tokens
     stats = pyrlstats.slice_stats(*map(torch.from_numpy, (logp, old)), cu_seqlens=torch.tensor(ends))

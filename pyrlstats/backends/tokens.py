@@ -81,6 +81,13 @@ def flat(array: Array) -> Array:
     return array.reshape(-1)
 
 
+def zeros_like(array: Array) -> Array:
+    """Zeros of array's shape and dtype in the memory of one: stride 0."""
+    if isinstance(array, np.ndarray):
+        return np.broadcast_to(np.zeros((), array.dtype), array.shape)
+    return array.new_zeros(()).expand(array.shape)
+
+
 def as_dtype(array: Array, dtype: Any) -> Array:
     """The array in another dtype, itself where it has that one. Does not sync."""
     return array.astype(dtype, copy=False) if isinstance(array, np.ndarray) else array.to(dtype)

@@ -9,7 +9,7 @@ from types import ModuleType
 import numpy as np
 
 from pyrlstats.backends.batch import Batch
-from pyrlstats.backends.tokens import blocks
+from pyrlstats.backends.tokens import blocks, zeros_like
 from pyrlstats.groups import entropy, policy_clip, probabilities, sequences, truncation
 from pyrlstats.groups.options import SEQUENCE_QUANTITIES
 from pyrlstats.groups.tokens import tokens_of
@@ -42,14 +42,16 @@ def accumulate(batch: Batch, state: State, engine: Engine, fill: Fill | None = N
         else:
             updates, sums = fill(batch, fresh)
             if updates is not None:
-                engine(replace(batch, logp=updates, old_logp=_zeros(updates)), fresh.group("updates"))
+                engine(replace(batch, logp=updates, old_logp=zeros_like(updates)), fresh.group("updates"))
         if "advantages" in asked:
-            engine(replace(batch, logp=batch.advantages, old_logp=_zeros(batch.advantages)), fresh.group("advantages"))
+            engine(
+                replace(batch, logp=batch.advantages, old_logp=zeros_like(batch.advantages)), fresh.group("advantages")
+            )
         if sums is not None:
             quantities, ids, n_empty = sequences.quantities(sums)
             fresh.group("sequences").count("n_empty")[...] = n_empty
             for name, values in zip(SEQUENCE_QUANTITIES, quantities, strict=True):
-                engine(Batch(values, _zeros(values), None, ids, None), fresh.group(name))
+                engine(Batch(values, zeros_like(values), None, ids, None), fresh.group(name))
     state.merge_(fresh)
 
 
@@ -64,18 +66,8 @@ def _fill(batch: Batch, fresh: State, engine: Engine) -> None:
             family.fill(rows.group(name), tokens)
             fresh.group(name).merge_(rows.group(name))
         if "updates" in asked:
-            engine(_values(policy_clip.updates(tokens), tuple(block.members)), fresh.group("updates"))
-
-
-def _values(values: Array, members: tuple[Array, ...]) -> Batch:
-    return Batch(values, _zeros(values), members, None, None)
-
-
-def _zeros(like: Array) -> Array:
-    """Zeros in the memory of one."""
-    if isinstance(like, np.ndarray):
-        return np.broadcast_to(np.zeros((), like.dtype), like.shape)
-    return like.new_zeros(()).expand(like.shape)
+            u = policy_clip.updates(tokens)
+            engine(Batch(u, zeros_like(u), tuple(block.members), None, None), fresh.group("updates"))
 
 
 def _device(state: State) -> object:

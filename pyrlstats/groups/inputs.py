@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pyrlstats._inputs import _FLOATS, _as_array, _broadcast, _check_dtype, _on_common_ground
+from pyrlstats._inputs import _FLOATS, _as_array, _broadcast, _check_dtype, _dtype_name, _on_common_ground
 from pyrlstats._sequences import _boundaries, arange, running_max
 from pyrlstats.backends.batch import Batch
 from pyrlstats.state import Array, Group, namespace
@@ -39,6 +39,12 @@ def with_groups(batch: Batch, groups: tuple[Group, ...], advantages: Any, cu_seq
 def _advantages(advantages: Any, logp: Array) -> Array:
     array = _as_array("advantages", advantages)
     _check_dtype("advantages", array, _FLOATS)
+    if isinstance(logp, np.ndarray) and not isinstance(array, np.ndarray):
+        if array.device.type != "cpu":
+            raise ValueError(
+                f"advantages must be on the CPU beside NumPy logp, got {array.device}: move it with .cpu()"
+            )
+        array = (array.float() if _dtype_name(array.dtype) == "bfloat16" else array).numpy()
     array = _on_common_ground({"logp": logp, "advantages": array})["advantages"]
     shape = tuple(logp.shape)
     if array.ndim == 1 and len(shape) == 2:
@@ -65,9 +71,16 @@ def _ends(cu_seqlens: Any, logp: Array) -> Array:
     if tuple(logp.shape) not in ((n,), (1, n)):
         raise ValueError(f"cu_seqlens needs packed tokens of shape [N] or [1, N], got {tuple(logp.shape)}")
     if isinstance(cu_seqlens, (list, tuple, np.ndarray)):
-        host = np.asarray(cu_seqlens)
+        try:
+            host = np.asarray(cu_seqlens)
+        except ValueError as error:
+            raise ValueError(f"cu_seqlens must hold one integer a boundary: {error}") from error
+        if host.size and host.dtype.kind not in "iu":
+            raise TypeError(f"cu_seqlens must hold integers, got {host.dtype}: convert it")
         if host.ndim == 1 and host.size and (host.min() < 0 or host.max() > n or (np.diff(host) < 0).any()):
-            raise ValueError(f"cu_seqlens must ascend from 0 to the number of tokens, {n}, got {host.tolist()[:8]}")
+            raise ValueError(
+                f"cu_seqlens must ascend and lie in 0 to the number of tokens, {n}, got {host.tolist()[:8]}"
+            )
     ends = _boundaries(cu_seqlens, logp)
     if ends.ndim != 1 or not ends.shape[0]:
         raise ValueError(f"cu_seqlens must have shape [sequences + 1], got {tuple(ends.shape)}")

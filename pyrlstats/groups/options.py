@@ -44,7 +44,7 @@ def groups_of(options: Options, clip: tuple[float, float]) -> tuple[Group, ...]:
     """
     for name in ("sequences", "advantages", "entropy", "probabilities"):
         if not isinstance(getattr(options, name), bool):
-            raise TypeError(f"{name} must be True or False, got {type(getattr(options, name)).__name__}")
+            raise TypeError(f"{name} must be True or False, got {getattr(options, name)!r}")
     narrow = Layout(0, -1, 0)  # of rows without a histogram
     groups = []
     if options.entropy:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from pyrlstats.integrations._guard import Guard
+from pyrlstats._guard import Guard
 from pyrlstats.integrations._pairs import TOOL_SLICES, PairAccumulator
 from pyrlstats.integrations.sums import as_floats, sums_for_reduction
 

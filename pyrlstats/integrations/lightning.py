@@ -12,8 +12,8 @@ except ImportError:
     except ImportError as error:
         raise ImportError("SliceCallback needs lightning: pip install 'pyrlstats[lightning]'") from error
 
+from pyrlstats._guard import Guard
 from pyrlstats._inputs import Masks
-from pyrlstats.integrations._guard import Guard
 from pyrlstats.integrations.reporter import Reporter
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from pyrlstats._guard import Guard
 from pyrlstats.integrations import _pairs
-from pyrlstats.integrations._guard import Guard
 from pyrlstats.slice_stats import SliceStats
 from pyrlstats.slices import tool_slices
 

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from pyrlstats._guard import Guard
 from pyrlstats._inputs import Masks
 from pyrlstats.accumulator import SliceAccumulator
-from pyrlstats.integrations._guard import Guard
 from pyrlstats.sinks import Sink, Sinks
 from pyrlstats.slice_stats import SliceStats
 

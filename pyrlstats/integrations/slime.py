@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from pyrlstats._guard import Guard
 from pyrlstats.integrations import _pairs
-from pyrlstats.integrations._guard import Guard
 from pyrlstats.integrations._pairs import PairAccumulator
 from pyrlstats.integrations._summed import MicroBatchSums
 from pyrlstats.slice_stats import SliceStats

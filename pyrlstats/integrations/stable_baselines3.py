@@ -15,8 +15,8 @@ except ImportError as error:
 
 import torch
 
+from pyrlstats._guard import Guard
 from pyrlstats.accumulator import SliceAccumulator
-from pyrlstats.integrations._guard import Guard
 from pyrlstats.slice_stats import SliceStats
 from pyrlstats.slices import pool
 

@@ -14,7 +14,7 @@ Level = Literal["info", "warning", "stop"]
 LEVELS: tuple[Level, ...] = ("info", "warning", "stop")
 
 # the links of the loop that an alert can speak of
-LINKS = (
+Link = Literal[
     "environment",
     "evaluation",
     "reward",
@@ -24,7 +24,7 @@ LINKS = (
     "freshness",
     "numerics",
     "resources",
-)
+]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Alert:
         level: "info", "warning", or "stop" (the run should not go on).
         signal: the key of ``to_dict`` or of the scalars that it speaks of, such as "post_tool/kl_k3".
         message: one sentence for people.
-        link: the link of the loop it speaks of, one of LINKS.
+        link: the link of the loop it speaks of, one of Link.
         slice: whose signal it is; None for scalars.
         evidence: figures behind it, JSON values only.
     """

@@ -14,7 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pyrlstats.monitor.alerts import Level
+from pyrlstats.monitor.alerts import Level, Link
 from pyrlstats.monitor.rules_names import Aliases, is_statistic, nearest, statistic_hint
 
 try:
@@ -22,17 +22,6 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError("rules need pydantic: pip install 'pyrlstats[watch]'") from error
 
-Link = Literal[
-    "environment",
-    "evaluation",
-    "reward",
-    "policy update",
-    "critic",
-    "exploration",
-    "freshness",
-    "numerics",
-    "resources",
-]
 Take = Literal["last", "mean", "median", "min", "max", "p95", "std"]
 Measure = Literal[
     "value", "ratio", "difference", "robust_z", "slope", "growth", "doubling_steps", "trend", "change", "nonfinite"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any
 
-from pyrlstats.integrations._guard import Guard
+from pyrlstats._guard import Guard
 from pyrlstats.results import Statistics
 from pyrlstats.sinks.protocol import Sink
 

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from pyrlstats._inputs import Masks, gate
+from pyrlstats.backends.tokens import zeros_like
 from pyrlstats.cells import Numbers
 from pyrlstats.exact import select
 from pyrlstats.state import Array
 from pyrlstats.values.arguments import as_floats, prepared
-from pyrlstats.values.stats import VALUE_LAYOUT, ValueStats, _zeros_like
+from pyrlstats.values.stats import VALUE_LAYOUT, ValueStats
 
 
 def exact_quantiles(
@@ -47,6 +48,6 @@ def exact_quantiles(
         raise TypeError(f"stats must be ValueStats, got {type(stats).__name__}")
     values, given = prepared({"x": as_floats("x", x)}, masks, slice_ids, mask, names)
     known, array = given["names"], values["x"]
-    batch = gate(array, _zeros_like(array), given["masks"], given["slice_ids"], given["mask"], known)
+    batch = gate(array, zeros_like(array), given["masks"], given["slice_ids"], given["mask"], known)
     state = None if stats is None else stats.state
     return select(batch, known, q, absolute, state, group, num_threads, VALUE_LAYOUT)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
-import numpy as np
-
 from pyrlstats import stats as _stats
 from pyrlstats._inputs import Masks, device_of
 from pyrlstats.accumulator import SliceAccumulator
 from pyrlstats.api import slice_stats
+from pyrlstats.backends.tokens import zeros_like
 from pyrlstats.layout import Layout
 from pyrlstats.results import Statistic, Statistics, View, scalars_of
 from pyrlstats.slice_stats import SliceStats
@@ -143,7 +142,7 @@ def value_stats(
     names = given.pop("names")
     if given["masks"] is None:
         given["names"] = names
-    return ValueStats(slice_stats(values["x"], _zeros_like(values["x"]), **given, layout=layout).state)
+    return ValueStats(slice_stats(values["x"], zeros_like(values["x"]), **given, layout=layout).state)
 
 
 class ValueAccumulator:
@@ -180,7 +179,7 @@ class ValueAccumulator:
                 f".to({str(mine)!r}), or use one accumulator a device and merge their statistics"
             )
         del given["names"]
-        self._accumulator.update(values["x"], _zeros_like(values["x"]), **given)
+        self._accumulator.update(values["x"], zeros_like(values["x"]), **given)
         return self
 
     def compute(self) -> ValueStats:
@@ -232,10 +231,3 @@ class ValueHandle:
         """Finish, as :meth:`pyrlstats.distributed.Handle.wait`. Returns the accumulator; once more does nothing."""
         self._handle.wait()
         return self._accumulator
-
-
-def _zeros_like(array: Array) -> Array:
-    """Zeros of array's shape and dtype in the memory of one: stride 0."""
-    if isinstance(array, np.ndarray):
-        return np.broadcast_to(np.zeros((), array.dtype), array.shape)
-    return array.new_zeros(()).expand(array.shape)

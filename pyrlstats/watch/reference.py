@@ -12,7 +12,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from pyrlstats.monitor.rules import Link, Rule, RuleSet
+from pyrlstats.monitor.alerts import Link
+from pyrlstats.monitor.rules import Rule, RuleSet
 from pyrlstats.monitor.rules_names import nearest
 from pyrlstats.watch.terminal import STYLES
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from pyrlstats.integrations._guard import Guard
+from pyrlstats._guard import Guard
 
 Result = TypeVar("Result")
 

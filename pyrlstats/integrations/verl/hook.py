@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from pyrlstats.integrations._guard import Guard
+from pyrlstats._guard import Guard
 from pyrlstats.integrations.verl.slices import rollout_corr_stats
 from pyrlstats.slice_stats import SliceStats
 
