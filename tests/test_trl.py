@@ -513,7 +513,7 @@ def test_micro_batches_ask_no_tensor_for_its_values(
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+def ranks(run: Any, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What two processes of one gloo group have recorded, by rank."""
     folder = tmp_path_factory.mktemp("ranks")
     with socket.socket() as one:
