@@ -172,7 +172,7 @@ inline int64_t first_sequence(const GroupPlan& groups, int64_t token) {
 void add_groups(const Plan& plan, const GroupPlan& groups, void* memory, int64_t begin,
                 int64_t count, GroupRows* rows, double* head) {
   GroupStage& work = *(GroupStage*)memory;
-  const bool weights = groups.entropy || groups.truncation || groups.updates;
+  const bool weights = groups.entropy || groups.truncation;
   const bool logps = groups.probabilities || groups.sequences > 0;
   int64_t at = first_sequence(groups, begin);
   const int64_t begun_before = at < groups.sequences && groups.boundaries[at] < begin ? at : -1;
