@@ -123,9 +123,10 @@ def test_inputs_are_checked() -> None:
 
 def test_optional_statistics() -> None:
     logp, advantages = -torch.rand(4, 30), torch.randn(4)
+    old_logp = logp - 0.1 * torch.rand(4, 30)
     metric = SliceMetric(["all"], sequences=True, advantages=True, truncate=(0.5, 2.0))
-    metric.update(logp[:2], logp[:2] - 0.1, advantages=advantages[:2])
-    metric.update(logp[2:], logp[2:] - 0.1, advantages=advantages[2:])
-    wanted = slice_stats(logp, logp - 0.1, sequences=True, advantages=advantages, truncate=(0.5, 2.0))
+    metric.update(logp[:2], old_logp[:2], advantages=advantages[:2])
+    metric.update(logp[2:], old_logp[2:], advantages=advantages[2:])
+    wanted = slice_stats(logp, old_logp, sequences=True, advantages=advantages, truncate=(0.5, 2.0))
     assert metric.compute() == pytest.approx(wanted.to_dict(), rel=1e-6)
     assert pickle.loads(pickle.dumps(metric)).compute() == metric.compute()
