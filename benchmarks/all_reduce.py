@@ -144,9 +144,11 @@ def no_sync(on_gpu: bool) -> Any:
     """Inside, whatever makes the host wait for the GPU raises."""
     if on_gpu:
         torch.cuda.set_sync_debug_mode("error")
-    yield
-    if on_gpu:
-        torch.cuda.set_sync_debug_mode("default")
+    try:
+        yield
+    finally:
+        if on_gpu:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def synchronize(on_gpu: bool) -> None:

@@ -352,6 +352,7 @@ def test_nccl() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode", "ignore:Warning. Profiler clears events")
 def test_a_step_of_16_micro_batches_syncs_once() -> None:
     ours = benchmark.steps()[0]
     assert ours["syncs"] == 1

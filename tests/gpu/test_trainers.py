@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from gpu_sync import no_sync
 
 from pyrlstats import slice_stats
 from pyrlstats.integrations import openrlhf, prime_rl, slime
@@ -20,16 +19,6 @@ pytestmark = [
         os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available(), reason="no CUDA or ROCm device"
     ),
 ]
-
-
-@contextmanager
-def no_sync() -> Iterator[None]:
-    """What waits for the device raises."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def responses() -> dict[str, list[torch.Tensor]]:
