@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import triton
 from pyrlstats.kernels import far, histogram, slice_hist, tile
+from pyrlstats.kernels.start import interpreted, launch_kernel
 
 from pyrlstats.layout import NEAR_LIMIT, Layout, clip_thresholds, float32_bits
 
@@ -24,7 +25,7 @@ _SLICES, _PATTERNS, _SINGLE, _REGISTERS, _GLOBAL = (
     for way in (histogram.SLICES, histogram.PATTERNS, histogram.SINGLE, histogram.REGISTERS, histogram.GLOBAL)
 )
 
-INTERPRETED = not isinstance(slice_hist.slice_hist_kernel, triton.runtime.JITFunction)
+INTERPRETED = interpreted(slice_hist.slice_hist_kernel)
 MAX_GROUP = 4  # overlapping slices a launch
 MAX_IDS = 8  # disjoint slices a launch
 MAX_PER_SM = 2  # programs
@@ -240,9 +241,6 @@ def _launch(
         _start(key, kernel, programs, arguments, config, way, g, mode, has_base, aligned, state.layout)
 
 
-_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
-
-
 def _start(
     key: tuple[Any, ...],
     kernel: Any,
@@ -256,23 +254,18 @@ def _start(
     aligned: bool,
     layout: Layout,
 ) -> None:
-    """Launch, the first time through the JIT, then without it: 10 us of host time, not 38.
+    """Launch; the state and the scratch are always aligned, the other pointers' alignment is in the key."""
 
-    The key holds all that Triton would specialise on: integers are declared unspecialised, the state and the scratch
-    are always aligned.
-    """
-    found = _compiled.get(key)
-    if found is not None:
-        compiled, constants = found
-        compiled[(programs, 1, 1)](*arguments, *constants)
-        return
-    values = {
-        "ROWS": config.rows, "V": config.v, "G": g, "MODE": mode, "HAS_BASE": has_base, "ALIGNED": aligned,
-        **slice_hist.constants(layout, way),
-    }  # fmt: skip
-    options = {"num_warps": config.rows // 32}
-    if config.registers and torch.version.cuda is not None and not INTERPRETED:
-        options["maxnreg"] = config.registers
-    compiled = kernel[(programs,)](*arguments, **values, **options)
-    if not INTERPRETED:
-        _compiled[key] = compiled, tuple(values.values())
+    def constants() -> dict[str, Any]:
+        return {
+            "ROWS": config.rows, "V": config.v, "G": g, "MODE": mode, "HAS_BASE": has_base, "ALIGNED": aligned,
+            **slice_hist.constants(layout, way),
+        }  # fmt: skip
+
+    def options() -> dict[str, Any]:
+        options = {"num_warps": config.rows // 32}
+        if config.registers and torch.version.cuda is not None and not INTERPRETED:
+            options["maxnreg"] = config.registers
+        return options
+
+    launch_kernel(key, kernel, programs, arguments, constants, options)

@@ -208,7 +208,7 @@ class SliceAccumulator:
             raise RuntimeError("this state is already reduced: call reset() before the next reduction")
         if self._reduction is None:
             self._reduction = Reduction()
-        handle = self._reduction.start(self, group, dst)
+        handle = self._reduction.start(self, group, dst, async_op)
         return handle if async_op else handle.wait()
 
     def _twin(self) -> SliceAccumulator:

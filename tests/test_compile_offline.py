@@ -21,8 +21,8 @@ def compile_all(target: str) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from pyrlstats.backends.triton_gpu import launch  # finds the kernels in a source tree
-    from pyrlstats.layout import Layout
+    from pyrlstats.backends.triton_gpu import launch, pack  # finds the kernels in a source tree
+    from pyrlstats.layout import CORE, Layout
 
     histogram, slice_hist, tile = launch.histogram, launch.slice_hist, launch.tile
     backend, arch = target.split(":")
@@ -69,6 +69,14 @@ def compile_all(target: str) -> None:
                 fits = fits and shared <= histogram.DYNAMIC_SPARE
             assert fits, f"{kernel.__name__}: {rows} bytes of rows and {shared} of Triton's"
         sys.stdout.write(f"{triton.__version__} {target} {kernel.__name__} {mode.value} {way.value}\n")
+    pointers = {"words_ptr": "*i64", **dict.fromkeys(("own_ptr", "common_ptr", "total_ptr"), "*fp64")}
+    for kernel, table in ((pack.pack_kernel, CORE), (pack.unpack_kernel, None)):
+        constants = pack.constants(table)
+        signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in kernel.arg_names}
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+        compiled = triton.compile(source, target=gpu, options={"num_warps": 4})
+        assert compiled.asm.get("cubin") or compiled.asm.get("hsaco")
+        sys.stdout.write(f"{triton.__version__} {target} {kernel.__name__}\n")
 
 
 if __name__ == "__main__":

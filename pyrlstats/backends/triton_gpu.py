@@ -27,7 +27,9 @@ def _find_kernels() -> None:
 
 _find_kernels()
 
-from pyrlstats.kernels import launch, tile  # noqa: E402
+from pyrlstats.kernels import launch, pack, tile  # noqa: E402
+
+__all__ = ["accumulate", "launch", "pack", "tile", "unavailable_reason"]
 
 
 def unavailable_reason() -> str | None:

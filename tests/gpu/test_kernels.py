@@ -12,10 +12,11 @@ import torch
 
 from pyrlstats import reference
 from pyrlstats._inputs import gate, resolve_names
+from pyrlstats.distributed import _Packed
 from pyrlstats.groups.accumulate import accumulate
 from pyrlstats.groups.inputs import with_groups
 from pyrlstats.groups.options import Options, groups_of
-from pyrlstats.layout import Layout
+from pyrlstats.layout import TABLES, Layout
 from pyrlstats.slice_stats import SliceStats
 from pyrlstats.state import State
 
@@ -251,3 +252,34 @@ def test_optional_statistics(oracle, rng):
         assert np.array_equal(mine.counts[:, :1], theirs.counts[:, :1])
         if not torch.equal(torch.as_tensor(mine.histogram), torch.as_tensor(theirs.histogram)):
             assert mine.histogram.sum() == theirs.histogram.sum()  # a sum of a sequence at the edge of a bin
+
+
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("slices", [1, 3, 17])
+def test_packing_for_a_reduction(table, slices):
+    """To the bit what the array operations of distributed.py make, scales far apart and empty slices included."""
+    rng = np.random.default_rng(slices)
+    names = tuple(f"s{i}" for i in range(slices))
+    state = State(names, Layout(5, -2, 2), CLIP, np.empty(0), (), table)
+    rows = state.rows
+    n_integers = slices * (len(rows.counts) + (Layout(5, -2, 2).n_bins if rows.binned else 0))
+    exponents = rng.integers(-900, 900, (2, slices, len(rows.sums)))
+    sums = np.ldexp(rng.uniform(-1.0, 1.0, exponents[0].shape), exponents[0])
+    maxima = np.where(rng.random((2, slices, len(rows.maxima))) < 0.3, -np.inf, rng.normal(0.0, 300.0))
+    own, common = maxima[0], np.maximum(*maxima)
+    integers = rng.integers(0, 2**53, n_integers)
+    words = np.concatenate([integers, sums.ravel().view(np.int64), own.ravel().view(np.int64)])
+
+    array, device = torch.from_numpy(words.copy()), torch.device(DEVICE)
+    section = State(names, Layout(5, -2, 2), CLIP, array, (), table)
+    greatest = torch.from_numpy(np.stack([own, common]))
+    wanted = torch.full((n_integers + sums.size,), -7.0, dtype=torch.float64)
+    _Packed(section, wanted, greatest.view(2, -1), None).pack()
+    got = torch.full_like(wanted, -7.0).to(device)
+    words, own, common = array.to(device), greatest[0].to(device), greatest[1].to(device)
+    triton_gpu.pack.pack_(words, own, common, got, n_integers, rows)
+    assert torch.equal(got.cpu().view(torch.int64), wanted.view(torch.int64))
+
+    _Packed(section, wanted, greatest.view(2, -1), None).unpack()
+    triton_gpu.pack.unpack_(words, common, got, n_integers, rows)
+    assert torch.equal(words.cpu(), array)
