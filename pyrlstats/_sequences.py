@@ -88,8 +88,12 @@ def _starts(cu_seqlens: Any, model: Array) -> Array:
     if tuple(model.shape) not in ((n,), (1, n)):
         raise ValueError(f"cu_seqlens needs a packed mask of shape [N] or [1, N], got {tuple(model.shape)}")
     xp = namespace(model)
-    flags = xp.zeros_like(model, shape=(n + 1,)) if xp is np else model.new_zeros(n + 1)
-    flags[xp.clip(_boundaries(cu_seqlens, model), 0, n)] = True
+    boundaries = xp.clip(_boundaries(cu_seqlens, model), 0, n)
+    if xp is np:
+        flags = np.zeros(n + 1, model.dtype)
+        flags[boundaries] = True
+    else:  # an assignment by index would fetch the True from the host
+        flags = model.new_zeros(n + 1).index_fill_(0, boundaries, True)
     return flags[:n].reshape(model.shape)
 
 

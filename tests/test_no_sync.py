@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,8 +32,18 @@ FORBIDDEN = (
 
 
 class NoSync(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self._from_host: list[torch.Tensor] = []  # Python numbers made into tensors
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(function).removeprefix("aten.")
+        if name.startswith("lift_fresh"):
+            self._from_host.append(args[0])
+            return args[0]
+        if name.startswith(("copy_", "index_put")):  # x[0] = 1.0 and x[index] = 1.0: use fill_ and index_fill_
+            value = args[1] if name.startswith("copy_") else args[2]
+            assert not any(value is number for number in self._from_host), "a number from the host"
         assert not name.startswith(tuple(f"{one}." if "." not in one else one for one in FORBIDDEN)), name
         if name.startswith("index.Tensor"):
             assert all(one is None or one.dtype != torch.bool for one in args[1]), "boolean indexing"
@@ -40,7 +51,14 @@ class NoSync(TorchDispatchMode):
 
 
 def test_the_check_finds_a_sync() -> None:
-    for sync in (lambda x: x.sum().item(), lambda x: x[x > 0], lambda x: bool(x.any()), lambda x: x.bincount()):
+    for sync in (
+        lambda x: x.sum().item(),
+        lambda x: x[x > 0],
+        lambda x: bool(x.any()),
+        lambda x: x.bincount(),
+        lambda x: operator.setitem(x, 0, 1),
+        lambda x: operator.setitem(x, x, 1),
+    ):
         with pytest.raises(AssertionError), NoSync():
             sync(torch.arange(3))
 

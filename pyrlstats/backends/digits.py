@@ -101,5 +101,5 @@ def _finite_range(like: Array) -> Array:
     """The first finite key and the one past the last, int32 (2,)."""
     xp = namespace(like)
     ends = xp.full((2,), INF_BITS, dtype=xp.int32) if xp is np else like.new_full((2,), INF_BITS)
-    ends[0] = 1 - INF_BITS
+    ends[:1] = 1 - INF_BITS  # a slice is filled on the device, an element is copied from the host
     return ends
