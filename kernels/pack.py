@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from pyrlstats.kernels import far
-from pyrlstats.kernels.start import interpreted, launch_kernel
+from pyrlstats.kernels.start import Prepared, interpreted
 
 from pyrlstats.layout import Table
 
@@ -55,38 +55,51 @@ def unpack_kernel(words_ptr, common_ptr, total_ptr, n_integers: tl.int32, n_sums
     tl.store(words_ptr + at, tl.where(at < n_integers, whole, bits), mask=at < first + n_maxima)
 
 
-def pack_(words: Tensor, own: Tensor, common: Tensor, total: Tensor, n_integers: int, table: Table) -> None:
-    """Fill ``total`` from a section's words, scaled sums brought from the own scale to the common one. No sync.
+class Section:
+    """A section of a state and its places in the packed buffers, fixed for ever: what is launched is prepared once.
 
     Args:
         words: int64, a section of a state.
-        own, common: float64 (S, len(table.maxima)), contiguous.
-        total: float64, at least as long as the section without its maxima.
+        own, common: float64 (S, len(table.maxima)), contiguous: this rank's maxima and those of all.
+        total: float64 (n_integers + S len(table.sums),), what is added up.
         n_integers: of the words, how many are counts.
         table: what the rows are.
     """
-    slices = own.shape[0]
-    n_sums = slices * len(table.sums)
-    arguments = (words, own, common, total, n_integers, n_sums)
-    _start(pack_kernel, arguments, n_integers + n_sums, table)
+
+    def __init__(
+        self, words: Tensor, own: Tensor, common: Tensor, total: Tensor, n_integers: int, table: Table
+    ) -> None:
+        self._device = words.device
+        n_sums = own.shape[0] * len(table.sums)
+        arguments = (words, own, common, total, n_integers, n_sums)
+        self._pack = _prepared(pack_kernel, arguments, n_integers + n_sums, table)
+        arguments = (words, common, total, n_integers, n_sums, common.numel())
+        self._unpack = _prepared(unpack_kernel, arguments, n_integers + n_sums + common.numel(), None)
+
+    def pack(self) -> None:
+        """Fill ``total``, the scaled sums brought from the own scale to the common one. Does not sync."""
+        self._on_device(self._pack)
+
+    def unpack(self) -> None:
+        """The reverse, with the common maxima. Does not sync."""
+        self._on_device(self._unpack)
+
+    def _on_device(self, launch: Prepared | None) -> None:
+        if launch is None:
+            return
+        if interpreted(pack_kernel) or torch.cuda.current_device() == self._device.index:
+            launch()
+            return
+        with torch.cuda.device(self._device):
+            launch()
 
 
-def unpack_(words: Tensor, common: Tensor, total: Tensor, n_integers: int, table: Table) -> None:
-    """The reverse of :func:`pack_`, with the common maxima. No sync."""
-    slices = common.shape[0]
-    n_sums = slices * len(table.sums)
-    arguments = (words, common, total, n_integers, n_sums, common.numel())
-    _start(unpack_kernel, arguments, n_integers + n_sums + common.numel(), None)
-
-
-def _start(kernel: Any, arguments: tuple[Any, ...], n: int, table: Table | None) -> None:
-    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-    device = tensors[0].device
-    if not interpreted(kernel) and torch.cuda.current_device() != device.index:
-        with torch.cuda.device(device):
-            return _start(kernel, arguments, n, table)
-    key = (device, kernel, table, *[tensor.data_ptr() & 15 == 0 for tensor in tensors])
-    launch_kernel(key, kernel, -(-n // BLOCK), arguments, lambda: constants(table), lambda: {"num_warps": 4})
+def _prepared(kernel: Any, arguments: tuple[Any, ...], n: int, table: Table | None) -> Prepared | None:
+    if n == 0:
+        return None
+    aligned = [argument.data_ptr() & 15 == 0 for argument in arguments if isinstance(argument, Tensor)]
+    key = (arguments[0].device, kernel, table, *aligned)
+    return Prepared(key, kernel, -(-n // BLOCK), arguments, constants(table), {"num_warps": 4})
 
 
 def constants(table: Table | None) -> dict[str, int]:

@@ -42,3 +42,29 @@ def launch_kernel(
     compiled = kernel[(programs,)](*arguments, **named, **options())
     if not interpreted(kernel):
         _compiled[key] = compiled, tuple(named.values())
+
+
+class Prepared:
+    """One launch that is repeated with the same arguments: nothing is looked at again after the first time."""
+
+    def __init__(
+        self,
+        key: tuple[Any, ...],
+        kernel: Any,
+        programs: int,
+        arguments: tuple[Any, ...],
+        constants: dict[str, Any],
+        options: dict[str, Any],
+    ) -> None:
+        self._first = (key, kernel, programs, arguments, lambda: constants, lambda: options)
+        self._run: Any = None
+        self._arguments = (*arguments, *constants.values())
+
+    def __call__(self) -> None:
+        if self._run is None:
+            launch_kernel(*self._first)
+            key, _, programs, *_ = self._first
+            if key in _compiled:
+                self._run = _compiled[key][0][(programs, 1, 1)]
+            return
+        self._run(*self._arguments)

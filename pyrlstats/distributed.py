@@ -150,21 +150,23 @@ class _Packed:
     """One section of the state, and its places at the beginning of the packed buffers."""
 
     def __init__(self, section: State, total: torch.Tensor, maxima: torch.Tensor, kernels: Any) -> None:
-        self.rows, self._kernels = section.rows, kernels
+        self.rows = section.rows
         self.state_sums, self.state_maxima = section.sums, section.maxima
         n_integers = section.counts.numel() + section.histogram.numel()
         n_sums = self.state_sums.numel()
-        self.words = section.buffer
         self.state_integers = section.buffer[:n_integers]
         self.integers = total[:n_integers]
         self.sums = total[n_integers : n_integers + n_sums].view(self.state_sums.shape)
         self.maxima = maxima[:, : self.state_maxima.numel()].view(2, *self.state_maxima.shape)
         self.max_x = self.maxima[:, :, self.rows.maxima.index("max_x")] if self.rows.scaled else None
+        self._launches = None
+        if kernels is not None:
+            own, common = self.maxima
+            self._launches = kernels.Section(section.buffer, own, common, total, n_integers, self.rows)
 
     def pack(self) -> None:
-        if self._kernels is not None:
-            own, common = self.maxima
-            self._kernels.pack_(self.words, own, common, self.integers, self.integers.numel(), self.rows)
+        if self._launches is not None:
+            self._launches.pack()
             return
         self.integers.copy_(self.state_integers)
         self.sums.copy_(self.state_sums)
@@ -173,8 +175,8 @@ class _Packed:
             rescale_(self.rows, self.sums, own - common)
 
     def unpack(self) -> None:
-        if self._kernels is not None:
-            self._kernels.unpack_(self.words, self.maxima[1], self.integers, self.integers.numel(), self.rows)
+        if self._launches is not None:
+            self._launches.unpack()
             return
         self.state_integers.copy_(self.integers)
         self.state_sums.copy_(self.sums)
