@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import pyrlstats
-from pyrlstats import Layout, SliceAccumulator, slice_stats
+from pyrlstats import Layout, SliceAccumulator, _inputs, slice_stats
 
 X = torch.zeros(4, 6)
 ONES = torch.ones(4, 6)
@@ -348,3 +348,42 @@ def test_array_subclasses():
     assert stats["all"].n_tokens == 4
     with pytest.raises(TypeError, match="logp must not be a masked array"):
         pyrlstats.slice_stats(np.ma.array(x, mask=x > 0), np.zeros_like(x))
+
+
+def _bad_tensors() -> dict[str, tuple[Any, Any, Any, Any]]:
+    x = torch.zeros(6)
+    return {
+        "no mask": (x, x, {"a": None, "b": x}, None),
+        "shape": (x, x[:5], {"a": x, "b": x}, None),
+        "integers": (x.int(), x, {"a": x, "b": x}, None),
+        "complex mask": (x, x, {"a": x.to(torch.complex64), "b": x}, None),
+        "sparse": (x, x, {"a": x.to_sparse(), "b": x}, None),
+        "other device": (x, x, {"a": x, "b": x.to("meta")}, None),
+        "base": (x, x, {"a": x, "b": x}, x.to(torch.complex64)),
+        "missing": (x, x, {"a": x}, None),
+    }
+
+
+@pytest.mark.parametrize("bad", _bad_tensors())
+def test_the_quick_look_at_tensors_lets_nothing_bad_through(bad: str) -> None:
+    logp, old_logp, masks, base = _bad_tensors()[bad]
+    assert _inputs._plain_batch(logp, old_logp, masks, None, base, ("a", "b")) is None
+    with pytest.raises((TypeError, ValueError)):
+        _inputs.gate(logp, old_logp, masks, None, base, ("a", "b"))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("base", [False, True])
+def test_the_quick_look_at_tensors_gives_the_same_batch(grad: bool, base: bool, monkeypatch: Any) -> None:
+    logp = torch.rand(2, 3, requires_grad=grad) * 2.0
+    masks = {"a": logp > 0.5, "b": (logp > 1).to(torch.float64)}
+    arguments = (logp, torch.rand(2, 3, dtype=torch.float64), masks, None, logp < 1.5 if base else None, ("a", "b"))
+    quick = _inputs._plain_batch(*arguments)
+    monkeypatch.setattr(_inputs, "_plain_batch", lambda *_: None)
+    slow = _inputs.gate(*arguments)
+    assert quick is not None
+    for one, other in zip(vars(quick).values(), vars(slow).values(), strict=True):
+        pairs = zip(one, other, strict=True) if isinstance(one, tuple) else [(one, other)]
+        for mine, theirs in pairs:
+            assert (mine is None and theirs is None) or mine.data_ptr() == theirs.data_ptr()
+            assert mine is None or not mine.requires_grad
