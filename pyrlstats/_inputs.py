@@ -204,7 +204,7 @@ def gate(
 class _Torch(NamedTuple):
     """What the look at every tensor needs of torch."""
 
-    tensor: type
+    tensor: Any
     strided: Any
     floats: frozenset[Any]
     masks: frozenset[Any]
@@ -228,7 +228,7 @@ def _plain_batch(
     None for everything else, right or wrong. A third of the time of the long way: a call of a few thousand tokens
     is mostly this.
     """
-    if "torch" not in sys.modules:
+    if sys.modules.get("torch") is None:
         return None
     torch = _torch()
     if type(logp) is not torch.tensor or slice_ids is not None:
