@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import triton
 from pyrlstats.kernels import far, histogram, slice_hist, tile
-from pyrlstats.kernels.start import interpreted, launch_kernel
+from pyrlstats.kernels.start import Prepared, interpreted
 
 from pyrlstats.layout import NEAR_LIMIT, Layout, clip_thresholds, float32_bits
 
@@ -208,64 +208,67 @@ def _launch(
     low, high, tail_bits = _thresholds(state.clip)
     if config is None:
         config = slice_hist.config(n, slices, members[0].element_size() if mode == _IDS else 0, portable)
-    # Triton's own shared memory, 8 KiB with strides or 64-bit elements, would reach into the rows
-    crowded = mode != _IDS and (grid is not None or any(tensor.element_size() > 4 for tensor in tensors))
-    if config.many_rows and (crowded or not _has_many_rows(logp.device)):
-        config = config._replace(many_rows=False)
-    way, group = _histogram_way(state.layout, mode, slices, config.many_rows, portable)
-    aligned = grid is None and n >= config.rows * config.v and not any(tensor.data_ptr() & 15 for tensor in tensors)
-    tiles = -(-n // (config.rows * config.v))
+    tile_size = config.rows * config.v
+    alignment = tuple([tensor.data_ptr() & 15 == 0 for tensor in tensors])
+    aligned = grid is None and n >= tile_size and False not in alignment
+    dtypes = tuple([tensor.dtype for tensor in tensors])
+    steps = _plan(config, logp.device, state.layout, slices, mode, has_base, dtypes, grid is None, portable,
+                  None if aligned else alignment)  # fmt: skip
+    tiles = -(-n // tile_size)
     most = config.per_sm * _programs_max(logp.device) // MAX_PER_SM
     run = min(config.run, -(-tiles // most))
     programs = min(-(-tiles // run), most)
-    for first in range(0, slices, group):
-        g = min(group, slices - first)
-        masks = members[first : first + g] if mode == _MASKS else members[:1]
+    for first, masked, launch in steps:
+        masks = members[masked]
         arguments = (
             logp, old_logp, *masks, *[logp] * (4 - len(masks)), base, state.buffer, scratch.rows, scratch.ticket,
             n, slices, first, run, low, high, tail_bits,
         )  # fmt: skip
-        kernel = slice_hist.slice_hist_kernel
         if grid is not None:
             columns, strides = grid
-            start = 2 + (first if mode == _MASKS else 0)
-            pairs = [strides[0], strides[1], strides[-1] if has_base else (0, 0), *strides[start : start + len(masks)]]
-            pairs += [(0, 0)] * (7 - len(pairs))
+            its = strides[2:][masked]
+            pairs = [strides[0], strides[1], strides[-1] if has_base else (0, 0), *its, *[(0, 0)] * (4 - len(its))]
             arguments = (*arguments, columns, *itertools.chain.from_iterable(pairs))
-            kernel = slice_hist.slice_hist_strided_kernel
-        key = (
-            logp.device, kernel, config, way, g, mode, has_base, aligned, state.layout,
-            logp.dtype, old_logp.dtype, base.dtype, *[mask.dtype for mask in masks],
-            *([] if aligned else [tensor.data_ptr() & 15 == 0 for tensor in (logp, old_logp, *masks, base)]),
-        )  # fmt: skip
-        _start(key, kernel, programs, arguments, config, way, g, mode, has_base, aligned, state.layout)
+        launch(programs, *arguments)
 
 
-def _start(
-    key: tuple[Any, ...],
-    kernel: Any,
-    programs: int,
-    arguments: tuple[Any, ...],
+@lru_cache(maxsize=4096)
+def _plan(
     config: slice_hist.Config,
-    way: int,
-    g: int,
+    device: torch.device,
+    layout: Layout,
+    slices: int,
     mode: int,
     has_base: bool,
-    aligned: bool,
-    layout: Layout,
-) -> None:
-    """Launch; the state and the scratch are always aligned, the other pointers' alignment is in the key."""
+    dtypes: tuple[torch.dtype, ...],
+    flat: bool,
+    portable: bool,
+    alignment: tuple[bool, ...] | None,
+) -> list[tuple[int, slice, Prepared]]:
+    """The launches for tensors like these: first slice, place of its masks among the members, kernel.
 
-    def constants() -> dict[str, Any]:
-        return {
-            "ROWS": config.rows, "V": config.v, "G": g, "MODE": mode, "HAS_BASE": has_base, "ALIGNED": aligned,
-            **slice_hist.constants(layout, way),
+    dtypes and alignment (to 16 bytes; None where every tensor is and there is a full tile) are of logp, old_logp,
+    the members and the base. Worked out once: a fifth of the host time of a small call.
+    """
+    # Triton's own shared memory, 8 KiB with strides or 64-bit elements, would reach into the rows
+    crowded = mode != _IDS and (not flat or any(dtype.itemsize > 4 for dtype in dtypes))
+    many_rows = config.many_rows and not crowded and _has_many_rows(device)
+    way, group = _histogram_way(layout, mode, slices, many_rows, portable)
+    kernel = slice_hist.slice_hist_kernel if flat else slice_hist.slice_hist_strided_kernel
+    options = {"num_warps": config.rows // 32}
+    if config.registers and torch.version.cuda is not None and not INTERPRETED:
+        options["maxnreg"] = config.registers
+    n_members = len(dtypes) - 2 - has_base
+    steps = []
+    for first in range(0, slices, group):
+        g = min(group, slices - first)
+        masked = slice(first, first + g) if mode == _MASKS else slice(0, min(n_members, 1))
+        values = {
+            "ROWS": config.rows, "V": config.v, "G": g, "MODE": mode, "HAS_BASE": has_base,
+            "ALIGNED": alignment is None, **slice_hist.constants(layout, way),
         }  # fmt: skip
-
-    def options() -> dict[str, Any]:
-        options = {"num_warps": config.rows // 32}
-        if config.registers and torch.version.cuda is not None and not INTERPRETED:
-            options["maxnreg"] = config.registers
-        return options
-
-    launch_kernel(key, kernel, programs, arguments, constants, options)
+        used = [*range(2), *range(2, 2 + n_members)[masked], *range(2 + n_members, len(dtypes))]
+        like = [(dtypes[i], alignment is None or alignment[i]) for i in used]
+        key = (device, kernel, config, has_base, *values.values(), *like)
+        steps.append((first, masked, Prepared(key, kernel, values, options)))
+    return steps

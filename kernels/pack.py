@@ -5,6 +5,7 @@ What state.rescale_ does to the scaled sums is done on the way out. As array ope
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -72,9 +73,9 @@ class Section:
         self._device = words.device
         n_sums = own.shape[0] * len(table.sums)
         arguments = (words, own, common, total, n_integers, n_sums)
-        self._pack = _prepared(pack_kernel, arguments, n_integers + n_sums, table)
+        self._pack = _Fixed(pack_kernel, arguments, n_integers + n_sums, table)
         arguments = (words, common, total, n_integers, n_sums, common.numel())
-        self._unpack = _prepared(unpack_kernel, arguments, n_integers + n_sums + common.numel(), None)
+        self._unpack = _Fixed(unpack_kernel, arguments, n_integers + n_sums + common.numel(), None)
 
     def pack(self) -> None:
         """Fill ``total``, the scaled sums brought from the own scale to the common one. Does not sync."""
@@ -84,9 +85,7 @@ class Section:
         """The reverse, with the common maxima. Does not sync."""
         self._on_device(self._unpack)
 
-    def _on_device(self, launch: Prepared | None) -> None:
-        if launch is None:
-            return
+    def _on_device(self, launch: Callable[[], None]) -> None:
         if interpreted(pack_kernel) or torch.cuda.current_device() == self._device.index:
             launch()
             return
@@ -94,12 +93,18 @@ class Section:
             launch()
 
 
-def _prepared(kernel: Any, arguments: tuple[Any, ...], n: int, table: Table | None) -> Prepared | None:
-    if n == 0:
-        return None
-    aligned = [argument.data_ptr() & 15 == 0 for argument in arguments if isinstance(argument, Tensor)]
-    key = (arguments[0].device, kernel, table, *aligned)
-    return Prepared(key, kernel, -(-n // BLOCK), arguments, constants(table), {"num_warps": 4})
+class _Fixed:
+    """One launch with the same arguments for ever."""
+
+    def __init__(self, kernel: Any, arguments: tuple[Any, ...], n: int, table: Table | None) -> None:
+        aligned = [argument.data_ptr() & 15 == 0 for argument in arguments if isinstance(argument, Tensor)]
+        key = (arguments[0].device, kernel, table, *aligned)
+        self._launch = Prepared(key, kernel, constants(table), {"num_warps": 4})
+        self._arguments, self._programs = arguments, -(-n // BLOCK)
+
+    def __call__(self) -> None:
+        if self._programs:
+            self._launch(self._programs, *self._arguments)
 
 
 def constants(table: Table | None) -> dict[str, int]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import triton
 
-_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+_known: dict[tuple[Any, ...], Any] = {}  # compiled kernels
 
 
 def interpreted(kernel: Any) -> bool:
@@ -15,56 +14,32 @@ def interpreted(kernel: Any) -> bool:
     return not isinstance(kernel, triton.runtime.JITFunction)
 
 
-def launch_kernel(
-    key: tuple[Any, ...],
-    kernel: Any,
-    programs: int,
-    arguments: tuple[Any, ...],
-    constants: Callable[[], dict[str, Any]],
-    options: Callable[[], dict[str, Any]],
-) -> None:
-    """Launch ``kernel`` on the current stream, the first time for a key through the JIT.
-
-    Args:
-        key: all that Triton would specialise on: device, kernel, constants, dtypes and alignment of the pointers.
-            Integers must be declared unspecialised.
-        kernel: a ``triton.jit`` function.
-        programs: size of the grid.
-        arguments: those that are no constants, in order; the constants come after them.
-        constants, options: the constexpr arguments and the compiler's, asked for only where they are needed.
-    """
-    found = _compiled.get(key)
-    if found is not None:
-        compiled, values = found
-        compiled[(programs, 1, 1)](*arguments, *values)
-        return
-    named = constants()
-    compiled = kernel[(programs,)](*arguments, **named, **options())
-    if not interpreted(kernel):
-        _compiled[key] = compiled, tuple(named.values())
-
-
 class Prepared:
-    """One launch that is repeated with the same arguments: nothing is looked at again after the first time."""
+    """A kernel with its constants, launched again and again: nothing is looked at after the first time."""
 
-    def __init__(
-        self,
-        key: tuple[Any, ...],
-        kernel: Any,
-        programs: int,
-        arguments: tuple[Any, ...],
-        constants: dict[str, Any],
-        options: dict[str, Any],
-    ) -> None:
-        self._first = (key, kernel, programs, arguments, lambda: constants, lambda: options)
-        self._run: Any = None
-        self._arguments = (*arguments, *constants.values())
+    def __init__(self, key: tuple[Any, ...], kernel: Any, constants: dict[str, Any], options: dict[str, Any]) -> None:
+        """
+        Args:
+            key: all that Triton would specialise on: device, kernel, constants, dtypes and alignment of the pointers.
+                Integers must be declared unspecialised.
+            kernel: a ``triton.jit`` function.
+            constants, options: the constexpr arguments, which come last, and the compiler's.
+        """
+        self._key, self._kernel = key, kernel
+        self._constants, self._options = constants, options
+        self._values = tuple(constants.values())
+        self._compiled: Any = None
 
-    def __call__(self) -> None:
-        if self._run is None:
-            launch_kernel(*self._first)
-            key, _, programs, *_ = self._first
-            if key in _compiled:
-                self._run = _compiled[key][0][(programs, 1, 1)]
+    def __call__(self, programs: int, *arguments: Any) -> None:
+        if self._compiled is not None:
+            self._compiled[(programs, 1, 1)](*arguments, *self._values)
             return
-        self._run(*self._arguments)
+        compiled = _known.get(self._key)
+        if compiled is None:
+            compiled = self._kernel[(programs,)](*arguments, **self._constants, **self._options)
+            if interpreted(self._kernel):
+                return
+            _known[self._key] = compiled
+        else:
+            compiled[(programs, 1, 1)](*arguments, *self._values)
+        self._compiled = compiled
