@@ -158,7 +158,8 @@ def _at_ranks(
 ) -> Array:
     """The tokens of these ranks, int64 (S, Q), from 1, in ascending order; smaller ranks count as 1."""
     rank = namespace(rank).clip(rank, 1, None)
-    if ranks is None and not isinstance(rank, np.ndarray):
+    sorts = not digits.has_kernel(_dispatch.choose(device_of(batch.logp))[0])
+    if ranks is None and not isinstance(rank, np.ndarray) and sorts:
         n = state.n_finite()[:, None]
         key, fits = digits.at_ranks(batch, n, rank, absolute)
         return namespace(rank).where(fits & (n > 0), digits.value_of(key), float("nan"))

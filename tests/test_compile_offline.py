@@ -21,7 +21,7 @@ def compile_all(target: str) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from pyrlstats.backends.triton_gpu import launch, pack  # finds the kernels in a source tree
+    from pyrlstats.backends.triton_gpu import digits, launch, pack  # finds the kernels in a source tree
     from pyrlstats.layout import CORE, Layout
 
     histogram, slice_hist, tile = launch.histogram, launch.slice_hist, launch.tile
@@ -69,10 +69,17 @@ def compile_all(target: str) -> None:
                 fits = fits and shared <= histogram.DYNAMIC_SPARE
             assert fits, f"{kernel.__name__}: {rows} bytes of rows and {shared} of Triton's"
         sys.stdout.write(f"{triton.__version__} {target} {kernel.__name__} {mode.value} {way.value}\n")
-    pointers = {"words_ptr": "*i64", **dict.fromkeys(("own_ptr", "common_ptr", "total_ptr"), "*fp64")}
-    for kernel, table in ((pack.pack_kernel, CORE), (pack.unpack_kernel, None)):
-        constants = pack.constants(table)
-        signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in kernel.arg_names}
+    types = {
+        "words_ptr": "*i64", **dict.fromkeys(("own_ptr", "common_ptr", "total_ptr"), "*fp64"), "n": "i64",
+        "x_ptr": "*fp32", "member_ptr": "*u8",
+        **dict.fromkeys(("low_ptr", "width_ptr", "shift_ptr", "counts_ptr"), "*i64"),
+    }  # fmt: skip
+    digit = {"ABSOLUTE": False, "DIGITS": 2048, "FEW": digits.FEW, "BLOCK": digits.BLOCK}
+    others = {
+        pack.pack_kernel: pack.constants(CORE), pack.unpack_kernel: pack.constants(None), digits.count_kernel: digit
+    }  # fmt: skip
+    for kernel, constants in others.items():
+        signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
         compiled = triton.compile(source, target=gpu, options={"num_warps": 4})
         assert compiled.asm.get("cubin") or compiled.asm.get("hsaco")

@@ -170,6 +170,7 @@ def test_slice_ids_of_every_dtype_and_a_family() -> None:
 
 
 def test_other_statistics_give_nan_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYRLSTATS_BACKEND", "torch")
     monkeypatch.setattr(flat, "in_host_memory", lambda _: False)
     x = torch.linspace(-1, 1, 100)
     stats = slice_stats(x, torch.zeros(100))

@@ -33,14 +33,20 @@ class Intervals(NamedTuple):
 def count(batch: Batch, intervals: Intervals, absolute: bool, num_threads: int | None = None) -> Array:
     """Tokens of every slice by digit, inside each of its intervals: int64 (S, Q, DIGITS). Does not sync on a GPU.
 
-    On a CPU one compiled pass, where the extension is built. Elsewhere every slice is sorted: 4 bytes a token, and
-    what the sort takes.
+    One compiled pass on a CPU with the extension, one a slice with the GPU's kernels. Elsewhere every slice is
+    sorted: 4 bytes a token, and what the sort takes.
     """
     name, backend = _dispatch.choose(device_of(batch.logp))
-    if name == "cpp":
-        counts: Array = backend.count_digits(batch, intervals, absolute, num_threads)
-        return counts
-    return _from_sorted(batch, intervals, absolute)
+    if not has_kernel(name):
+        return _from_sorted(batch, intervals, absolute)
+    threads = {"num_threads": num_threads} if name == "cpp" else {}
+    counts: Array = backend.count_digits(batch, intervals, absolute, **threads)
+    return counts
+
+
+def has_kernel(backend: str) -> bool:
+    """Whether the backend of this name counts digits without sorting."""
+    return backend in ("cpp", "triton")
 
 
 def key_of(x: Array, absolute: bool) -> Array:

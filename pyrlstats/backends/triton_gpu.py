@@ -9,7 +9,9 @@ from pathlib import Path
 
 import torch
 
+from pyrlstats.backends import flat
 from pyrlstats.backends.batch import Batch
+from pyrlstats.backends.digits import DIGITS, Intervals
 from pyrlstats.state import Array, State
 
 
@@ -27,9 +29,9 @@ def _find_kernels() -> None:
 
 _find_kernels()
 
-from pyrlstats.kernels import launch, pack, tile  # noqa: E402
+from pyrlstats.kernels import digits, launch, pack, tile  # noqa: E402
 
-__all__ = ["accumulate", "launch", "pack", "tile", "unavailable_reason"]
+__all__ = ["accumulate", "count_digits", "digits", "launch", "pack", "tile", "unavailable_reason"]
 
 
 def unavailable_reason() -> str | None:
@@ -47,3 +49,14 @@ def accumulate(batch: Batch, state: State) -> None:
     else:
         mode = tile.ALL.value
     launch.slice_hist_(batch.logp, batch.old_logp, mode, members, batch.base_mask, state)
+
+
+def count_digits(batch: Batch, intervals: Intervals, absolute: bool) -> Array:
+    """As :func:`pyrlstats.backends.digits.count`: x and one launch a slice. Does not sync."""
+    x = flat.log_ratio(batch)
+    slices, n = intervals.low.shape
+    counts = torch.zeros((slices, n, DIGITS), dtype=torch.int64, device=x.device)
+    columns = [field.contiguous() for field in intervals]
+    for index in range(slices):
+        digits.count_(x, flat.members(batch, index), *[column[index] for column in columns], absolute, counts[index])
+    return counts

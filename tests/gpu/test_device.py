@@ -188,3 +188,20 @@ def test_more_than_2_32_tokens():
     assert stats.log_ratio_max.item() == 1.0
     assert stats.log_ratio_mean.item() == pytest.approx((3 - 0.25 * (1 << 31)) / n, rel=1e-13)
     assert stats.clip_fraction_low.item() == pytest.approx((1 << 31) / n, rel=1e-13)
+
+
+@pytest.mark.parametrize("kind", ["normal", "ties", "equal"])
+def test_exact_quantiles_are_those_of_a_sort(kind):
+    logp, old_logp, masks = batch(1_000_003, 5, torch.bfloat16 if kind == "ties" else torch.float32, 0.3)
+    if kind == "equal":
+        logp = old_logp = torch.zeros_like(logp)
+    named = dict(zip(NAMES, masks, strict=True))
+    q = [0.0, 0.001, 0.5, 0.999, 1.0]
+    for absolute in (False, True):
+        with no_sync():
+            found = pyrlstats.exact_quantiles(logp, old_logp, named, q, absolute=absolute)
+        for name, mask in named.items():
+            x = (logp.float() - old_logp.float())[mask]
+            ordered = (x.abs() if absolute else x).sort().values.double()
+            places = [max(1, int(np.ceil(one * len(ordered)))) - 1 for one in q]
+            assert torch.equal(found[name] + 0.0, ordered[places] + 0.0), (name, absolute)

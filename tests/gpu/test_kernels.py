@@ -12,11 +12,12 @@ import torch
 
 from pyrlstats import reference
 from pyrlstats._inputs import gate, resolve_names
+from pyrlstats.backends import digits
 from pyrlstats.distributed import _Packed
 from pyrlstats.groups.accumulate import accumulate
 from pyrlstats.groups.inputs import with_groups
 from pyrlstats.groups.options import Options, groups_of
-from pyrlstats.layout import TABLES, Layout
+from pyrlstats.layout import INF_BITS, TABLES, Layout
 from pyrlstats.slice_stats import SliceStats
 from pyrlstats.state import State
 
@@ -286,3 +287,36 @@ def test_packing_for_a_reduction(table, slices):
     for _ in range(3):
         launches.unpack()
     assert torch.equal(words.cpu(), array)
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+@pytest.mark.parametrize("how", ["masks", "ids", "all"])
+def test_digits_of_a_radix_selection(absolute, how):
+    """Every count, next to a NumPy histogram: ties that fill tiles, intervals of no key, of one, of all."""
+    rng = np.random.default_rng(7)
+    x = rng.standard_t(2, SIZE).astype(np.float32)
+    x[rng.random(SIZE) < 0.4] = 0.3
+    x[: SIZE // 3] = np.repeat(np.float32([0.3, -0.0, np.inf, np.nan]), SIZE // 12 + 1)[: SIZE // 3]
+    ids, base = rng.integers(-1, 3, SIZE), rng.random(SIZE) < 0.9
+    tensors = [torch.from_numpy(item) for item in (x, np.zeros_like(x), base)]
+    members = [base & (ids == s) for s in range(2)] if how != "all" else [base]
+    if how == "masks":
+        chosen = {"masks": {f"s{s}": torch.from_numpy(ids == s) for s in range(2)}, "slice_ids": None}
+    else:
+        chosen = {"masks": None, "slice_ids": torch.from_numpy(ids) if how == "ids" else None}
+    names = tuple(f"s{s}" for s in range(len(members)))
+    batch = gate(*map(_to_device, tensors[:2]), *map(_to_device, chosen.values()), _to_device(tensors[2]), names)
+
+    key = digits.key_of(torch.from_numpy(x), absolute).numpy().astype(np.int64)
+    tie = int(np.float32(0.3).view(np.int32))
+    low = np.array([[tie, tie - 700, -INF_BITS + 1, 0, 5], [tie, 1, 0, -tie, tie]])[: len(members)]
+    width = np.array([[1, 1500, 2 * INF_BITS - 1, 1, 0], [2048, INF_BITS - 1, 1, 1 << 18, 0]])[: len(members)]
+    shift = np.maximum([[int(one - 1).bit_length() - 11 if one else 0 for one in row] for row in width], 0)
+    wanted = np.zeros((*low.shape, digits.DIGITS), np.int64)
+    for s, q in np.ndindex(low.shape):
+        inside = members[s] & (key >= low[s, q]) & (key < low[s, q] + width[s, q])
+        wanted[s, q] = np.bincount((key[inside] - low[s, q]) >> shift[s, q], minlength=digits.DIGITS)
+    intervals = digits.Intervals(*(torch.from_numpy(field).to(DEVICE) for field in (low, width, shift)))
+    got = triton_gpu.count_digits(batch, intervals, absolute)
+    assert np.array_equal(got.cpu().numpy(), wanted)
+    assert wanted.sum(-1).max() > SIZE // 12
