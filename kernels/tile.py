@@ -139,7 +139,7 @@ def log_ratio(logp, old_logp):
 
 @triton.jit
 def slot_of(x, P: tl.constexpr, SHIFT: tl.constexpr, OFFSET: tl.constexpr):
-    """Slot of finite x: pos is as in layout.py, and zero lies just below the first bin of its sign."""
+    """Slot of x: pos is as in layout.py, and zero lies just below the first bin of its sign. NaN as infinity."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & ABS_BITS
     pos = tl.minimum(tl.maximum((magnitude >> SHIFT) - OFFSET, 0), P - 1)
@@ -148,15 +148,13 @@ def slot_of(x, P: tl.constexpr, SHIFT: tl.constexpr, OFFSET: tl.constexpr):
 
 @triton.constexpr_function
 def slot_asm(P, SHIFT, OFFSET):
-    """slot_of in PTX for |x| < 0.5, and the count. $1 bits of x, $2 row x its bytes + the end of row 0.
+    """slot_of in PTX, and the count. $1 bits of x, $2 row x its bytes + the end of row 0.
 
-    9 instructions, of which half avoid the integer unit; what LLVM makes of the formula above takes 14.
+    10 instructions, of which half avoid the integer unit; what LLVM makes of the formula above takes 14.
     """
-    half_bin = (0x3F000000 >> SHIFT) - OFFSET
-    top = f"min.s32 p, p, {OFFSET + P - 1};" if half_bin >= P else ""
     return (
         "{ .reg .b32 m, p, z, s, a; and.b32 m, $1, 0x7fffffff; "
-        f"shr.u32 p, m, {SHIFT}; {top} min.s32 z, m, 1; add.s32 z, z, {OFFSET - 1}; max.s32 p, p, z; "
+        f"shr.u32 p, m, {SHIFT}; min.s32 p, p, {OFFSET + P - 1}; min.s32 z, m, 1; add.s32 z, z, {OFFSET - 1}; max.s32 p, p, z; "
         f"mad.lo.s32 a, p, -4, $2; shr.u32 s, $1, 31; mad.lo.s32 a, s, {-4 * (P + 1)}, a; "
         f"red.shared.add.u32 [a+{4 * (OFFSET - 1)}], 1; mov.u32 $0, 0; }}"
     )
