@@ -164,6 +164,12 @@ def _columns(x, ROWS: tl.constexpr, V: tl.constexpr):
 
 
 @triton.jit
+def _opaque(start):
+    """LLVM would keep a pointer to every element of the last tile, and move them all on with every other tile."""
+    return tl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [start], dtype=tl.int64, is_pure=False, pack=1)
+
+
+@triton.jit
 def _after(x, total):
     """x, once ``total`` is known: LLVM would compute the terms of all V tokens first, in 64 registers too many."""
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,d", [x, total], dtype=tl.float32, is_pure=True, pack=1)
@@ -290,14 +296,14 @@ def _add_tile(near, counters, extremes, limits, seen, left, x, members, row, out
     largest = tl.max(x.to(tl.int32, bitcast=True) & tile.ABS_BITS, axis=1)
     seen = tl.maximum(seen, largest)
     extremes = extrema.update(extremes, counters, limits, x, members, largest, ROWS, V, G, P, WAY)
-    if histogram.in_shared(WAY):
-        tail.add(counters, x, members, row, largest, tail_bits, low, high, ROWS, V, G, P, WAY)
-    x = _near(x)
+    near_x = _near(x)
     if two_runs(G):
-        near, more = _add_two_runs(near, x, members, ROWS, V, G, histogram.in_shared(WAY))
+        near, more = _add_two_runs(near, near_x, members, ROWS, V, G, histogram.in_shared(WAY))
         left = left | more
     else:
-        near = _add_near(near, x, members, ROWS, V, G, histogram.in_shared(WAY))
+        near = _add_near(near, near_x, members, ROWS, V, G, histogram.in_shared(WAY))
+    if histogram.in_shared(WAY):
+        tail.add(counters, x, members, row, largest, tail_bits, low, high, ROWS, V, G, P, WAY)
     return near, counters, extremes, seen, left
 
 
@@ -396,6 +402,8 @@ def _run(logp_ptr, old_ptr, mask_ptrs, base_ptr, state_ptr, scratch_ptr, ticket_
                         raw, logp_ptr, old_ptr, mask_ptrs, base_ptr, n_slices, first,
                         ROWS, V, G, MODE, N_MASKS, HAS_BASE)  # fmt: skip
                 else:
+                    if histogram.in_shared(WAY):
+                        start = _opaque(start)
                     x, members, row, outside = _load(
                         logp_ptr, old_ptr, mask_ptrs, base_ptr, start, n, n_slices, first, columns, strides,
                         ROWS, V, G, MODE, N_MASKS, HAS_BASE, FLAT)  # fmt: skip

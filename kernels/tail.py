@@ -90,8 +90,8 @@ def _clip_lines(x, m, row, low, high, junk, G, P, WAY):
 
 
 @triton.constexpr_function
-def _weight_lines(x, low, high):
-    """The words of w = e^x in float64 for |x| <= far.PLAIN_LIMIT: 2^n 2^f, n being the low bits of the rounder."""
+def _weight_lines(x):
+    """w = e^x in float64 for |x| <= far.PLAIN_LIMIT: 2^n 2^f, n being the low bits of the rounder."""
     return [
         f"fma.rn.f32 r, {x}, {LOG2E_HIGH}, {ROUNDER};",
         f"sub.rn.f32 f, {ROUNDER}, r;",
@@ -101,10 +101,11 @@ def _weight_lines(x, low, high):
         *(f"fma.rn.f32 g, g, f, {c};" for c in POWER[1:]),
         "mul.rn.f32 g, g, f;",
         "cvt.f64.f32 a, g;",
-        "add.rn.f64 a, a, 0d3ff0000000000000;",
-        f"mov.b64 {{{low}, {high}}}, a;",
-        "shl.b32 t, r, 20;",
-        f"add.s32 {high}, {high}, t;",
+        "add.rn.f64 w, a, 0d3ff0000000000000;",
+        "mov.b64 {t, u}, w;",
+        "shl.b32 n, r, 20;",
+        "add.s32 u, u, n;",
+        "mov.b64 w, {t, u};",
     ]
 
 
@@ -118,20 +119,20 @@ def _far_lines(x, m, G):
             f"setp.ge.f32 p, f, {NEAR_LIMIT};",
             f"setp.le.and.f32 p, f, {PLAIN_LIMIT}, p;",
             f"selp.b32 m{j}, {m[j]}, 0, p;",
-            *_weight_lines(x[j], f"lo{j}", f"hi{j}"),
+            *_weight_lines(x[j]),
+            f"st.local.f64 [pyrlstats_w+{8 * j}], w;",  # in registers they would crowd out those of the near sums
         ]
     out += ["SETS:", "mov.b32 set, m0;"]  # one set of slices at a time, until no thread has one left
     out += [f"max.s32 set, set, m{j};" for j in range(1, V)]
     out += ["setp.ne.s32 p, set, 0;", "vote.sync.any.pred p, p, 0xffffffff;", "@!p bra DONE;"]
     out += ["mov.b32 n, 0;", *(f"mov.f64 s{k}, 0d0000000000000000;" for k in range(5))]
     for j in range(V):
-        # zeros for tokens of other sets: predicated, an addition would take three instructions. With a high word of
-        # zero w is at most 2e-314, which no weight of 1e-139 feels
+        # zeros for tokens of other sets: predicated, an addition would take three instructions
         out += [
             f"setp.eq.s32 p, m{j}, set;",
             f"selp.f32 f, {x[j]}, 0f00000000, p;",
-            f"selp.b32 t, hi{j}, 0, p;",
-            f"mov.b64 w, {{lo{j}, t}};",
+            "mov.f64 w, 0d0000000000000000;",
+            f"@p ld.local.f64 w, [pyrlstats_w+{8 * j}];",
             "cvt.f64.f32 a, f;",
             "add.rn.f64 s0, s0, a;",
             "fma.rn.f64 s2, a, a, s2;",
@@ -168,7 +169,7 @@ def _add_asm(G, V, P, WAY):
     x, m, row, largest, tail_bits, low, high, junk = ([f"${V * (1 + k) + j}" for j in range(V)] for k in range(8))
     out = [
         ".reg .pred p, q; .reg .b32 t, u, n, set, largest; .reg .f32 r, f, g; .reg .f64 a, w;",
-        f".reg .b32 m<{V}>, lo<{V}>, hi<{V}>; .reg .f64 s<5>, a<5>;",
+        f".reg .b32 m<{V}>; .reg .f64 s<5>, a<5>; .local .align 8 .b8 pyrlstats_w[{8 * V}];",
         f"mov.b32 largest, {largest[0]};",
         *(f"max.s32 largest, largest, {other};" for other in largest[1:]),  # one register, or tokens of several rows
         f"setp.ge.s32 p, largest, {tail_bits[0]};",
