@@ -222,9 +222,13 @@ def add(counters, x, members, row, largest, tail_bits, low, high,
 
 
 @triton.jit
+def _added(a0, a1, a2, a3, a4, a5, b0, b1, b2, b3, b4, b5):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3, a4 + b4, a5 + b5
+
+
+@triton.jit
 def finish(row_ptr, counts_ptr, ROWS: tl.constexpr, G: tl.constexpr):
     """Add the records of all threads to the scratch rows, and their numbers to the state; between barriers."""
-    lane = tl.arange(0, 8)
     for s in tl.static_range(G):
         sums = ()
         for k in tl.static_range(5):
@@ -235,13 +239,14 @@ def finish(row_ptr, counts_ptr, ROWS: tl.constexpr, G: tl.constexpr):
             )
         n = tl.inline_asm_elementwise(
             _count_asm(s), "=r,r", [tl.arange(0, ROWS)], dtype=tl.int32, is_pure=False, pack=1
-        ).to(tl.float64)
-        zero = tl.zeros((ROWS,), tl.float64)
-        # in the order of far.TILES
-        plain = tl.join(tl.join(sums[0], sums[3]), tl.join(sums[2], sums[4]))
-        others = tl.join(tl.join(sums[1], n), tl.join(zero, zero))
-        total = tl.sum(tl.reshape(tl.join(plain, others), (ROWS, 8)), axis=0)
-        tiles_ptr = row_ptr + s * far.ROW + far.TILES + lane
-        tl.store(tiles_ptr, tl.load(tiles_ptr) + total)
-        count = tl.sum(tl.where(lane == far.N, total, 0.0), axis=0).to(tl.int64)
-        tl.atomic_add(counts_ptr + s * tile.N_COUNTS + tile.FAR, count, sem="relaxed")
+        ).to(tl.int64)
+        # a joined table would go through 8 KiB of the shared memory that the rows of the histogram need
+        x, size, x2, w, w2, n = tl.reduce((sums[0], sums[1], sums[2], sums[3], sums[4], n), 0, _added)
+        tiles_ptr = row_ptr + s * far.ROW + far.TILES
+        tl.store(tiles_ptr + far.X, tl.load(tiles_ptr + far.X) + x)
+        tl.store(tiles_ptr + far.SIZE, tl.load(tiles_ptr + far.SIZE) + size)
+        tl.store(tiles_ptr + far.X2, tl.load(tiles_ptr + far.X2) + x2)
+        tl.store(tiles_ptr + far.W, tl.load(tiles_ptr + far.W) + w)
+        tl.store(tiles_ptr + far.W2, tl.load(tiles_ptr + far.W2) + w2)
+        tl.store(tiles_ptr + far.N, tl.load(tiles_ptr + far.N) + n.to(tl.float64))
+        tl.atomic_add(counts_ptr + s * tile.N_COUNTS + tile.FAR, n, sem="relaxed")

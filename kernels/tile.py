@@ -60,8 +60,25 @@ def fetch(ptr, ROWS: tl.constexpr, V: tl.constexpr):
     WORDS: tl.constexpr = words(V, ptr.dtype.element_ty)
     if ptr.dtype.element_ty.primitive_bitwidth < 32:
         ptr = ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    at = tl.arange(0, ROWS)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
-    return tl.load(ptr + at)
+    WIDE: tl.constexpr = 128 // ptr.dtype.element_ty.primitive_bitwidth
+    return _fetch_words(ptr, 0, ROWS, WORDS, WORDS, WIDE)
+
+
+@triton.jit
+def _fetch_words(ptr, FIRST: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
+                 COUNT: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    """Words FIRST to FIRST + COUNT of every row of WORDS, WIDE at a time.
+
+    Triton gives a thread no more than the 16 bytes of one load: it would cut rows of 8 float32 in two, and exchange
+    the halves through shared memory.
+    """
+    if COUNT <= WIDE:
+        at = tl.arange(0, ROWS)[:, None] * WORDS + (FIRST + tl.arange(0, COUNT)[None, :])
+        return tl.load(ptr + at)
+    else:
+        left = _fetch_words(ptr, FIRST, ROWS, WORDS, COUNT // 2, WIDE)
+        right = _fetch_words(ptr, FIRST + COUNT // 2, ROWS, WORDS, COUNT // 2, WIDE)
+        return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (ROWS, COUNT))
 
 
 @triton.jit
