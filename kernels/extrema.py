@@ -19,8 +19,8 @@ def _constraints(V):
 
 @triton.constexpr_function
 def _update_asm(G, V):
-    """Of V tokens of a thread; operands after the outputs, V of each: x (finite), members, address of the keys, and
-    whether there may be something to do. x is 0 for non-members."""
+    """Of V tokens of a thread; operands after the outputs, V of each: x, members, address of the keys, and whether
+    there may be something to do. x is 0 for non-members."""
     x = [f"${V + j}" for j in range(V)]
     m = [f"${2 * V + j}" for j in range(V)]
     keys = f"${3 * V}"
@@ -28,7 +28,10 @@ def _update_asm(G, V):
     out = [
         ".reg .pred p, q, one; .reg .b32 t, any, hi, lo, lane;",
         f".reg .b32 hi<{pad}>, lo<{pad}>, k<{V}>;",
-        f"setp.ne.s32 p, ${4 * V}, 0;",
+        f"mov.b32 any, ${4 * V};",
+        # one register V times, unless the layout gives a thread tokens of several rows
+        *(f"or.b32 any, any, ${4 * V + j};" for j in range(1, V)),
+        "setp.ne.s32 p, any, 0;",
         "vote.sync.any.pred p, p, 0xffffffff;",
         "@!p bra DONE;",
         *(
@@ -61,6 +64,8 @@ def _update_asm(G, V):
             out += [
                 f"and.b32 t, {m[j]}, {1 << s};",
                 "setp.ne.s32 q, t, 0;",
+                f"and.b32 t, {x[j]}, {tile.ABS_BITS.value};",
+                f"setp.lt.and.s32 q, t, {tile.INF_BITS.value}, q;",
                 f"@q max.s32 hi, hi, k{j};",
                 f"not.b32 t, k{j};",
                 "@q max.s32 lo, lo, t;",
@@ -115,7 +120,7 @@ def thresholds(counters, ROWS: tl.constexpr, G: tl.constexpr, P: tl.constexpr, W
 @triton.jit
 def update(extrema, counters, limits, x, members, largest,
            ROWS: tl.constexpr, V: tl.constexpr, G: tl.constexpr, P: tl.constexpr, WAY: tl.constexpr):  # fmt: skip
-    """x [ROWS, V]: finite, 0 for non-members; largest [ROWS]: at least the bits of the largest abs(x)."""
+    """x [ROWS, V]: 0 for non-members; largest [ROWS]: at least the bits of the largest abs(x)."""
     if histogram.in_shared(WAY):
         any_of = tl.reduce(members, 1, either)
         beyond = tl.where(largest > limits[0], 1, 0)
@@ -137,8 +142,9 @@ def update(extrema, counters, limits, x, members, largest,
         return extrema
     else:
         moved = ()
+        finite = (x.to(tl.int32, bitcast=True) & tile.ABS_BITS) < tile.INF_BITS
         for s in tl.static_range(G):
-            top, bottom = _tile_extrema(x, ((members >> s) & 1) != 0)
+            top, bottom = _tile_extrema(x, finite & (((members >> s) & 1) != 0))
             moved = moved + (tl.maximum(extrema[2 * s], top), tl.maximum(extrema[2 * s + 1], bottom))
         return moved
 

@@ -1,4 +1,6 @@
-"""Sums over far tokens, |x| >= NEAR_LIMIT: rare in real data, so one tile at a time into the program's scratch row.
+"""Sums over far tokens, |x| >= NEAR_LIMIT, one tile at a time into the program's scratch row.
+
+With inline PTX those up to PLAIN_LIMIT are summed by tail.py, and only the rare huge ones come here.
 
 A scratch row is 32 float64 per program and slice. Columns 0-15 are what merge.py reads: layout.SUMS in order, then the
 extrema and the scaled columns. Columns 16-23 add up tiles. Tiles with every |x| <= PLAIN_LIMIT need no scale (neither
@@ -14,6 +16,7 @@ from pyrlstats import layout
 
 LOG2E = tl.constexpr(layout.LOG2E)
 PLAIN_LIMIT = tl.constexpr(320.0)
+HUGE_BITS = tl.constexpr(layout.float32_bits(320.0) + 1)  # of the smallest magnitude beyond it
 
 ROW = tl.constexpr(32)
 RESULT = tl.constexpr(16)  # columns that merge.py reads
@@ -90,31 +93,44 @@ def _pick(sums, column, WHICH: tl.constexpr):
 
 
 @triton.jit
-def add_tile(row_ptr, x, members, far, G: tl.constexpr):
+def add_tile(row_ptr, x, members, far, G: tl.constexpr, ALL_HUGE: tl.constexpr):
     """Add the far tokens of a tile (x [ROWS, V], 0 for the others) to the scratch rows of the G slices."""
-    wide = x.to(tl.float64)
-    largest = tl.max(tl.max(tl.abs(x), axis=1), axis=0)
-    column = _columns()
-    if largest <= PLAIN_LIMIT:
-        weight = _scaled_weight(wide, 0.0)
-        for s in range(G):  # a loop at run time: unrolled, its code would be G times as long
-            member = far & (((members >> s) & 1) != 0)
-            tiles_ptr = row_ptr + s * ROW + TILES + column
-            tl.store(tiles_ptr, tl.load(tiles_ptr) + _sums(wide, weight, member))
+    if ALL_HUGE:
+        _add_huge(row_ptr, x, members, far, G)
     else:
-        for s in range(G):
-            member = far & (((members >> s) & 1) != 0)
-            max_x = tl.max(tl.max(tl.where(member, x, float("-inf")), axis=1), axis=0).to(tl.float64)
-            if max_x > float("-inf"):
-                exponent = scale_exponent(max_x)
-                sums = _sums(wide, tl.where(member, _scaled_weight(wide, exponent), 0.0), member)
-                w = _pick(sums, column, W)
-                w2 = _pick(sums, column, W2)
-                _add_scaled(row_ptr + s * ROW, exponent, w, w2)
-                sums = tl.where((column == W) | (column == W2), 0.0, sums)
-                sums = tl.where(column == PLAIN_W3, w * power_of_two(exponent), sums)
-                tiles_ptr = row_ptr + s * ROW + TILES + column
-                tl.store(tiles_ptr, tl.load(tiles_ptr) + sums)
+        if tl.max(tl.max(tl.abs(x), axis=1), axis=0) <= PLAIN_LIMIT:
+            _add_plain(row_ptr, x, members, far, G)
+        else:
+            _add_huge(row_ptr, x, members, far, G)
+
+
+@triton.jit
+def _add_plain(row_ptr, x, members, far, G: tl.constexpr):
+    wide = x.to(tl.float64)
+    weight = _scaled_weight(wide, 0.0)
+    for s in range(G):  # a loop at run time: unrolled, its code would be G times as long
+        member = far & (((members >> s) & 1) != 0)
+        tiles_ptr = row_ptr + s * ROW + TILES + _columns()
+        tl.store(tiles_ptr, tl.load(tiles_ptr) + _sums(wide, weight, member))
+
+
+@triton.jit
+def _add_huge(row_ptr, x, members, far, G: tl.constexpr):
+    wide = x.to(tl.float64)
+    column = _columns()
+    for s in range(G):
+        member = far & (((members >> s) & 1) != 0)
+        max_x = tl.max(tl.max(tl.where(member, x, float("-inf")), axis=1), axis=0).to(tl.float64)
+        if max_x > float("-inf"):
+            exponent = scale_exponent(max_x)
+            sums = _sums(wide, tl.where(member, _scaled_weight(wide, exponent), 0.0), member)
+            w = _pick(sums, column, W)
+            w2 = _pick(sums, column, W2)
+            _add_scaled(row_ptr + s * ROW, exponent, w, w2)
+            sums = tl.where((column == W) | (column == W2), 0.0, sums)
+            sums = tl.where(column == PLAIN_W3, w * power_of_two(exponent), sums)
+            tiles_ptr = row_ptr + s * ROW + TILES + column
+            tl.store(tiles_ptr, tl.load(tiles_ptr) + sums)
 
 
 @triton.jit

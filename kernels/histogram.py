@@ -91,7 +91,7 @@ def _dynamic_asm(G, P, WAY):
 
 
 @triton.constexpr_function
-def _add_slices_asm(G, P):
+def _add_slices_asm(G, P, BY):
     """$1 address in the first row, $2 members, $3 the junk word."""
     lines = [".reg .pred p; .reg .b32 t;"]
     for s in range(G):
@@ -101,9 +101,14 @@ def _add_slices_asm(G, P):
             "setp.ne.s32 p, t, 0;",
             f"sub.u32 t, $3, {shift};",
             "selp.b32 t, $1, t, p;",
-            f"red.shared.add.u32 [t+{shift}], 1;",
+            f"red.shared.add.u32 [t+{shift}], {BY};",
         ]
     return "{ " + " ".join(lines) + " mov.u32 $0, 0; }"
+
+
+@triton.constexpr_function
+def _add_asm(BY):
+    return f"red.shared.add.u32 [$1], {BY}; mov.u32 $0, 0;"
 
 
 @triton.jit
@@ -175,15 +180,15 @@ def start(never, scratch_ptr, G: tl.constexpr, P: tl.constexpr, WAY: tl.constexp
 
 @triton.jit
 def add(counters, slot, members, row, histogram_ptr, counts_ptr,
-        G: tl.constexpr, P: tl.constexpr, WAY: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
-    """Count tokens at ``slot`` in every slice s whose bit of ``members`` is set.
+        G: tl.constexpr, P: tl.constexpr, WAY: tl.constexpr, SLOTS: tl.constexpr, BY: tl.constexpr = 1):  # fmt: skip
+    """Count tokens at ``slot``, BY (1, or -1 to take back) each, in every slice s whose bit of ``members`` is set.
 
     row is the members (PATTERNS), the slice + 1 (SINGLE), or whatever (other ways), and 0 for no members, with the
     slot NOWHERE: that is the junk word.
     """
     if WAY == SLICES:
         tl.inline_asm_elementwise(
-            _add_slices_asm(G, P),
+            _add_slices_asm(G, P, BY),
             "=r,r,r,r",
             [counters[0] + (28 + row_bytes(P)) - slot * 4, members, counters[0] + 28],
             dtype=tl.int32,
@@ -193,7 +198,7 @@ def add(counters, slot, members, row, histogram_ptr, counts_ptr,
         return counters
     elif in_shared(WAY):
         tl.inline_asm_elementwise(
-            "red.shared.add.u32 [$1], 1; mov.u32 $0, 0;",
+            _add_asm(BY),
             "=r,r",
             [counters[0] + 28 + row * row_bytes(P) - slot * 4],
             dtype=tl.int32,
@@ -208,13 +213,13 @@ def add(counters, slot, members, row, histogram_ptr, counts_ptr,
         for s in tl.static_range(G):
             # to the last slot, which no one reads, and not by mask=, which miscounts on CUDA with Triton 3.6
             here = tl.where(((flat_members >> s) & 1) != 0, flat_slot, SLOTS - 1)
-            counted = counted + (counters[s] + tl.histogram(here, SLOTS),)
+            counted = counted + (counters[s] + BY * tl.histogram(here, SLOTS),)
         return counted
     else:
         special = slot >= 2 * P + 2
         zero = (slot == 0) | (slot == P + 1)
         is_bin = (special | zero) == 0
-        one = tl.full(slot.shape, 1, tl.int64)
+        one = tl.full(slot.shape, BY, tl.int64)
         column = tl.where(zero, tile.ZERO, slot - (2 * P + 2))
         bin_ = tile.state_bin(slot, P)
         for s in tl.static_range(G):
@@ -223,15 +228,15 @@ def add(counters, slot, members, row, histogram_ptr, counts_ptr,
             tl.atomic_add(counts_ptr + s * tile.N_COUNTS + column, one, mask=member & (is_bin == 0), sem="relaxed")
             token = member & (is_bin | (column <= tile.ZERO))
             total = tl.sum(tl.reshape(token.to(tl.int64), (slot.numel,)), axis=0)
-            tl.atomic_add(counts_ptr + s * tile.N_COUNTS, total, sem="relaxed")
+            tl.atomic_add(counts_ptr + s * tile.N_COUNTS, BY * total, sem="relaxed")
         return counters
 
 
 @triton.jit
-def add_near(counters, x, members, row, histogram_ptr, counts_ptr,
+def add_bins(counters, x, members, row, histogram_ptr, counts_ptr,
              G: tl.constexpr, P: tl.constexpr, SHIFT: tl.constexpr, OFFSET: tl.constexpr,
              WAY: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
-    """Count tokens with |x| < 0.5 in their bins; x is 0 where row is."""
+    """Count tokens in their bins; x is 0 where row is. Those not finite go to a last bin, to be taken back."""
     if in_shared(WAY) and WAY != SLICES:
         tl.inline_asm_elementwise(
             tile.slot_asm(P, SHIFT, OFFSET),

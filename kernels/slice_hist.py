@@ -1,8 +1,8 @@
 """The state of a batch in one pass over its tokens: kernels, launch table, launcher.
 
-A program walks over tiles with a fixed stride. Near tokens (|x| < 0.5) are summed in registers, far ones, clipped
-ones and non-finite ones only in tiles that hold some; the histogram is in histogram.py, the extrema in extrema.py,
-the end of the launch in merge.py.
+A program walks over tiles with a fixed stride. Near tokens (|x| < 0.5) are summed in registers; clipped and far ones
+by the warps that hold some, in tail.py; what is not finite or huge by a second look, in second_look.py. The histogram is
+in histogram.py, the extrema in extrema.py, the end of the launch in merge.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from pyrlstats.kernels import extrema, far, histogram, merge, tile
+from pyrlstats.kernels import extrema, far, histogram, merge, second_look, tail, tile
 
 
 @triton.jit
@@ -163,50 +163,10 @@ def _columns(x, ROWS: tl.constexpr, V: tl.constexpr):
         return _columns(left, ROWS, V // 2) + _columns(right, ROWS, V // 2)
 
 
-@triton.constexpr_function
-def _declare_parking_asm(COUNT):
-    return f".local .align 8 .b8 pyrlstats_parked[{8 * COUNT}];\nmov.u32 $0, 0;"
-
-
-@triton.constexpr_function
-def _park_asm(INDEX):
-    return f"st.local.f64 [pyrlstats_parked+{8 * INDEX}], $1; mov.u32 $0, 0;"
-
-
-@triton.constexpr_function
-def _unpark_asm(INDEX):
-    return f"ld.local.f64 $0, [pyrlstats_parked+{8 * INDEX}];"
-
-
 @triton.jit
-def _declare_parking(COUNT: tl.constexpr):
-    tl.inline_asm_elementwise(
-        _declare_parking_asm(COUNT), "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def _park(near, COUNT: tl.constexpr):
-    """Near sums to local memory while a rare branch needs the registers; ptxas would spill them everywhere."""
-    for k in tl.static_range(COUNT):
-        tl.inline_asm_elementwise(_park_asm(k), "=r,d", [near[k]], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def _unpark(near, COUNT: tl.constexpr):
-    back = ()
-    for k in tl.static_range(COUNT):
-        back = back + (
-            tl.inline_asm_elementwise(
-                _unpark_asm(k), "=d,r", [tl.zeros_like(near[k]).to(tl.int32)], dtype=tl.float64, is_pure=False, pack=1
-            ),
-        )
-    return back
-
-
-@triton.jit
-def _settled(value):
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1)
+def _opaque(start):
+    """LLVM would keep a pointer to every element of the last tile, and move them all on with every other tile."""
+    return tl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [start], dtype=tl.int64, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -261,10 +221,9 @@ def two_runs(G):
 
 
 @triton.jit
-def _near(x, members):
-    """x and members of near tokens, 0 for the others."""
-    is_near = (tl.abs(x) < tile.NEAR_LIMIT) & (members != 0)
-    return tl.where(is_near, x, 0.0), tl.where(is_near, members, 0), is_near
+def _near(x):
+    """x of near tokens, 0 for the others."""
+    return tl.where(tl.abs(x) < tile.NEAR_LIMIT, x, 0.0)
 
 
 @triton.jit
@@ -311,7 +270,7 @@ def _add_two_runs(near, x, members, ROWS: tl.constexpr, V: tl.constexpr, G: tl.c
 @triton.jit
 def _add_other_runs(near, x, members, ROWS: tl.constexpr, V: tl.constexpr, G: tl.constexpr, PTX: tl.constexpr):
     """What _add_two_runs left of a tile."""
-    x, members, _ = _near(x, members)
+    x = _near(tl.where(members != 0, x, 0.0))
     high = tl.max(members, axis=1)[:, None]
     low = tl.min(members, axis=1)[:, None]
     x = tl.where((members == high) | (members == low), 0.0, x)
@@ -319,79 +278,33 @@ def _add_other_runs(near, x, members, ROWS: tl.constexpr, V: tl.constexpr, G: tl
 
 
 @triton.jit
-def _near_tile(near, counters, extremes, limits, seen, left, x, members, row, outside, histogram_ptr, counts_ptr,
-               ROWS: tl.constexpr, V: tl.constexpr, G: tl.constexpr, MODE: tl.constexpr,
-               P: tl.constexpr, SHIFT: tl.constexpr, OFFSET: tl.constexpr,
-               WAY: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
-    """Add the near tokens of a tile; x of non-members may be anything.
+def _add_tile(near, counters, extremes, limits, seen, left, x, members, row, outside, histogram_ptr, counts_ptr,
+              low, high, tail_bits,
+              ROWS: tl.constexpr, V: tl.constexpr, G: tl.constexpr, MODE: tl.constexpr,
+              P: tl.constexpr, SHIFT: tl.constexpr, OFFSET: tl.constexpr,
+              WAY: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
+    """Add a tile, but for what second_look.py does; x of non-members may be anything.
 
-    Returns too the largest magnitude [ROWS] so far, NEAR_BITS for all that are not near.
+    Returns too the bits of the largest magnitude [ROWS] so far, and what _add_two_runs left.
     """
     if MODE == tile.IDS:
         slot = tl.where(outside != 0, 2 * P + 2 + tile.OUT_OF_RANGE, tile.NOWHERE)
         counters = histogram.add(counters, slot, outside, outside, histogram_ptr, counts_ptr, G, P, WAY, SLOTS)
-    all_members = members
-    x, members, is_near = _near(x, members)
-    rest = tl.where(is_near, 0, all_members)
-    row = tl.where(is_near, row, 0)
-    counters = histogram.add_near(
+    x = tl.where(members != 0, x, 0.0)
+    counters = histogram.add_bins(
         counters, x, members, row, histogram_ptr, counts_ptr, G, P, SHIFT, OFFSET, WAY, SLOTS)  # fmt: skip
     largest = tl.max(x.to(tl.int32, bitcast=True) & tile.ABS_BITS, axis=1)
-    not_near = tl.where(tl.reduce(rest, 1, extrema.either) != 0, tile.NEAR_BITS, 0)
-    seen = tl.maximum(seen, tl.maximum(largest, not_near))
-    if histogram.in_shared(WAY):  # now, or LLVM keeps all V of ``rest`` for later
-        seen = _settled(seen)
+    seen = tl.maximum(seen, largest)
     extremes = extrema.update(extremes, counters, limits, x, members, largest, ROWS, V, G, P, WAY)
+    near_x = _near(x)
     if two_runs(G):
-        near, more = _add_two_runs(near, x, members, ROWS, V, G, histogram.in_shared(WAY))
+        near, more = _add_two_runs(near, near_x, members, ROWS, V, G, histogram.in_shared(WAY))
         left = left | more
     else:
-        near = _add_near(near, x, members, ROWS, V, G, histogram.in_shared(WAY))
+        near = _add_near(near, near_x, members, ROWS, V, G, histogram.in_shared(WAY))
+    if histogram.in_shared(WAY):
+        tail.add(counters, x, members, row, largest, tail_bits, low, high, ROWS, V, G, P, WAY)
     return near, counters, extremes, seen, left
-
-
-@triton.jit
-def _add_clips(counters, x, members, row, finite, histogram_ptr, counts_ptr, low, high,
-               G: tl.constexpr, P: tl.constexpr, WAY: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
-    """Clip counts; x is 0 for non-members."""
-    slot = tl.where(x > high, 2 * P + 2 + tile.CLIP_HIGH, tile.NOWHERE)
-    slot = tl.where(x < low, 2 * P + 2 + tile.CLIP_LOW, slot)
-    clipped = finite & (slot != tile.NOWHERE)
-    return histogram.add(
-        counters, tl.where(clipped, slot, tile.NOWHERE), tl.where(clipped, members, 0), tl.where(clipped, row, 0),
-        histogram_ptr, counts_ptr, G, P, WAY, SLOTS)  # fmt: skip
-
-
-@triton.jit
-def _tail_tile(counters, extremes, limits, x, members, row, histogram_ptr, counts_ptr, row_ptr, low, high,
-               ROWS: tl.constexpr, V: tl.constexpr, G: tl.constexpr,
-               P: tl.constexpr, SHIFT: tl.constexpr, OFFSET: tl.constexpr,
-               WAY: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
-    """Add what _near_tile left of a tile: clip counts, and the tokens that are far or not finite."""
-    nowhere: tl.constexpr = tile.NOWHERE
-    x = tl.where(members != 0, x, 0.0)
-    magnitude = x.to(tl.int32, bitcast=True) & tile.ABS_BITS
-    finite = magnitude < tile.INF_BITS
-    slot = tl.where(x > 0, 2 * P + 2 + tile.POS_INF, 2 * P + 2 + tile.NEG_INF)
-    slot = tl.where(magnitude > tile.INF_BITS, 2 * P + 2 + tile.NAN, slot)
-    counters = histogram.add(
-        counters, tl.where(finite, nowhere, slot), tl.where(finite, 0, members), tl.where(finite, 0, row),
-        histogram_ptr, counts_ptr, G, P, WAY, SLOTS)  # fmt: skip
-    counters = _add_clips(
-        counters, x, members, row, finite, histogram_ptr, counts_ptr, low, high, G, P, WAY, SLOTS)  # fmt: skip
-    is_far = finite & (magnitude >= tile.NEAR_BITS)
-    x = tl.where(is_far, x, 0.0)
-    members = tl.where(is_far, members, 0)
-    row = tl.where(is_far, row, 0)
-    counters = histogram.add(
-        counters, tl.where(is_far, 2 * P + 2 + tile.FAR, nowhere), members, row,
-        histogram_ptr, counts_ptr, G, P, WAY, SLOTS)  # fmt: skip
-    slot = tile.slot_of(x, P, SHIFT, OFFSET)
-    counters = histogram.add(counters, slot, members, row, histogram_ptr, counts_ptr, G, P, WAY, SLOTS)
-    largest = tl.max(x.to(tl.int32, bitcast=True) & tile.ABS_BITS, axis=1)
-    extremes = extrema.update(extremes, counters, limits, x, members, largest, ROWS, V, G, P, WAY)
-    far.add_tile(row_ptr, x, members, is_far, G)
-    return counters, extremes
 
 
 @triton.jit
@@ -411,7 +324,7 @@ def _totals(tensors, ROWS: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _store_program(near, counters, extremes, row_ptr, any_far, ROWS: tl.constexpr,
+def _store_program(near, counters, extremes, row_ptr, counts_ptr, any_far, ROWS: tl.constexpr,
                    G: tl.constexpr, P: tl.constexpr, WAY: tl.constexpr):  # fmt: skip
     """The program's sums and extrema into its scratch rows; after a barrier."""
     PG: tl.constexpr = histogram.power_of_two_from(G)
@@ -435,6 +348,9 @@ def _store_program(near, counters, extremes, row_ptr, any_far, ROWS: tl.constexp
     tl.store(rows + far.MAX_X, top, mask=inside)
     tl.store(rows + far.NEG_MIN_X, bottom, mask=inside)
     if any_far != 0:
+        if histogram.in_shared(WAY):
+            tail.finish(row_ptr, counts_ptr, ROWS, G)
+            tl.debug_barrier()
         total_size += far.finish(rows, inside)
     tl.store(rows + far.ABS_X, total_size, mask=inside)
 
@@ -469,7 +385,8 @@ def _run(logp_ptr, old_ptr, mask_ptrs, base_ptr, state_ptr, scratch_ptr, ticket_
         near = near + (tl.zeros((ROWS,), tl.float64),)
     any_far = tl.cast(0, tl.int32)
     if histogram.in_shared(WAY):
-        _declare_parking(5 * G)
+        tail.start(ROWS, G)
+        second_look.declare_parking(5 * G)
 
     n_tiles = ((n + TILE - 1) // TILE).to(tl.int32)
     for first_tile in range(program * run, n_tiles, programs * run):
@@ -485,6 +402,8 @@ def _run(logp_ptr, old_ptr, mask_ptrs, base_ptr, state_ptr, scratch_ptr, ticket_
                         raw, logp_ptr, old_ptr, mask_ptrs, base_ptr, n_slices, first,
                         ROWS, V, G, MODE, N_MASKS, HAS_BASE)  # fmt: skip
                 else:
+                    if histogram.in_shared(WAY):
+                        start = _opaque(start)
                     x, members, row, outside = _load(
                         logp_ptr, old_ptr, mask_ptrs, base_ptr, start, n, n_slices, first, columns, strides,
                         ROWS, V, G, MODE, N_MASKS, HAS_BASE, FLAT)  # fmt: skip
@@ -497,9 +416,9 @@ def _run(logp_ptr, old_ptr, mask_ptrs, base_ptr, state_ptr, scratch_ptr, ticket_
                 x, members, row, outside = _load(
                     logp_ptr, old_ptr, mask_ptrs, base_ptr, start, n, n_slices, first, columns, strides,
                     ROWS, V, G, MODE, N_MASKS, HAS_BASE, FLAT)  # fmt: skip
-            near, counters, extremes, seen, left = _near_tile(
+            near, counters, extremes, seen, left = _add_tile(
                 near, counters, extremes, limits, seen, left, x, members, row, outside, histogram_ptr, counts_ptr,
-                ROWS, V, G, MODE, P, SHIFT, OFFSET, WAY, SLOTS)  # fmt: skip
+                low, high, tail_bits, ROWS, V, G, MODE, P, SHIFT, OFFSET, WAY, SLOTS)  # fmt: skip
         if two_runs(G) and tl.max(left & tile.ABS_BITS, axis=0) != 0:
             for i in range(first_tile, end):
                 x, members, row, outside = _read(
@@ -508,29 +427,23 @@ def _run(logp_ptr, old_ptr, mask_ptrs, base_ptr, state_ptr, scratch_ptr, ticket_
                 near = _add_other_runs(near, x, members, ROWS, V, G, histogram.in_shared(WAY))
         # one vote a run: a vote a tile would keep the warps in step, all in the float64 unit at once
         largest = tl.max(seen, axis=0)
-        if largest >= tail_bits:
+        any_far = tl.where(largest >= tile.NEAR_BITS, 1, any_far)
+        if largest >= (far.HUGE_BITS if histogram.in_shared(WAY) else tail_bits):
             if histogram.in_shared(WAY):
-                _park(near, 5 * G)
+                second_look.park(near, 5 * G)
             for i in range(first_tile, end):
                 x, members, row, outside = _read(
                     logp_ptr, old_ptr, mask_ptrs, base_ptr, i, full_tiles, n, n_slices, first, columns, strides,
                     ROWS, V, G, MODE, N_MASKS, HAS_BASE, FLAT, ALIGNED)  # fmt: skip
-                if largest >= tile.NEAR_BITS:
-                    counters, extremes = _tail_tile(
-                        counters, extremes, limits, x, members, row, histogram_ptr, counts_ptr, row_ptr, low, high,
-                        ROWS, V, G, P, SHIFT, OFFSET, WAY, SLOTS)  # fmt: skip
-                else:  # clipped tokens only, which are common
-                    kept = tl.where(members != 0, x, 0.0)
-                    counters = _add_clips(
-                        counters, kept, members, row, members != 0, histogram_ptr, counts_ptr, low, high,
-                        G, P, WAY, SLOTS)  # fmt: skip
-            any_far = tl.where(largest >= tile.NEAR_BITS, 1, any_far)
+                counters = second_look.add_tile(
+                    counters, x, members, row, largest, histogram_ptr, counts_ptr, row_ptr, low, high,
+                    G, P, SHIFT, OFFSET, WAY, SLOTS)  # fmt: skip
             if histogram.in_shared(WAY):
-                near = _unpark(near, 5 * G)
+                near = second_look.unpark(near, 5 * G)
 
     tl.debug_barrier()
     histogram.flush(counters, histogram_ptr, counts_ptr, G, P, WAY, SLOTS)
-    _store_program(near, counters, extremes, row_ptr, any_far, ROWS, G, P, WAY)
+    _store_program(near, counters, extremes, row_ptr, counts_ptr, any_far, ROWS, G, P, WAY)
     tl.debug_barrier()  # every thread's stores come before the ticket
     ticket = tl.atomic_add(ticket_ptr, 1, sem="acq_rel")
     if ticket == programs - 1:
@@ -586,7 +499,7 @@ class Config(NamedTuple):
 
     rows: int  # threads a program: one row of a tile belongs to one thread
     v: int  # contiguous tokens of a thread
-    run: int  # tiles between two looks for tokens that are not near
+    run: int  # tiles between two votes on a second look
     per_sm: int  # programs an SM
     many_rows: bool  # more than 48 KiB of histogram rows a program, so one program an SM
     registers: int  # at most, a thread; the far branch would take all there are

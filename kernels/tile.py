@@ -60,8 +60,25 @@ def fetch(ptr, ROWS: tl.constexpr, V: tl.constexpr):
     WORDS: tl.constexpr = words(V, ptr.dtype.element_ty)
     if ptr.dtype.element_ty.primitive_bitwidth < 32:
         ptr = ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    at = tl.arange(0, ROWS)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
-    return tl.load(ptr + at)
+    WIDE: tl.constexpr = 128 // ptr.dtype.element_ty.primitive_bitwidth
+    return _fetch_words(ptr, 0, ROWS, WORDS, WORDS, WIDE)
+
+
+@triton.jit
+def _fetch_words(ptr, FIRST: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
+                 COUNT: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    """Words FIRST to FIRST + COUNT of every row of WORDS, WIDE at a time.
+
+    Triton gives a thread no more than the 16 bytes of one load: it would cut rows of 8 float32 in two, and exchange
+    the halves through shared memory.
+    """
+    if COUNT <= WIDE:
+        at = tl.arange(0, ROWS)[:, None] * WORDS + (FIRST + tl.arange(0, COUNT)[None, :])
+        return tl.load(ptr + at)
+    else:
+        left = _fetch_words(ptr, FIRST, ROWS, WORDS, COUNT // 2, WIDE)
+        right = _fetch_words(ptr, FIRST + COUNT // 2, ROWS, WORDS, COUNT // 2, WIDE)
+        return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (ROWS, COUNT))
 
 
 @triton.jit
@@ -139,7 +156,7 @@ def log_ratio(logp, old_logp):
 
 @triton.jit
 def slot_of(x, P: tl.constexpr, SHIFT: tl.constexpr, OFFSET: tl.constexpr):
-    """Slot of finite x: pos is as in layout.py, and zero lies just below the first bin of its sign."""
+    """Slot of x: pos is as in layout.py, and zero lies just below the first bin of its sign. NaN as infinity."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & ABS_BITS
     pos = tl.minimum(tl.maximum((magnitude >> SHIFT) - OFFSET, 0), P - 1)
@@ -148,15 +165,13 @@ def slot_of(x, P: tl.constexpr, SHIFT: tl.constexpr, OFFSET: tl.constexpr):
 
 @triton.constexpr_function
 def slot_asm(P, SHIFT, OFFSET):
-    """slot_of in PTX for |x| < 0.5, and the count. $1 bits of x, $2 row x its bytes + the end of row 0.
+    """slot_of in PTX, and the count. $1 bits of x, $2 row x its bytes + the end of row 0.
 
-    9 instructions, of which half avoid the integer unit; what LLVM makes of the formula above takes 14.
+    10 instructions, of which half avoid the integer unit; what LLVM makes of the formula above takes 14.
     """
-    half_bin = (0x3F000000 >> SHIFT) - OFFSET
-    top = f"min.s32 p, p, {OFFSET + P - 1};" if half_bin >= P else ""
     return (
         "{ .reg .b32 m, p, z, s, a; and.b32 m, $1, 0x7fffffff; "
-        f"shr.u32 p, m, {SHIFT}; {top} min.s32 z, m, 1; add.s32 z, z, {OFFSET - 1}; max.s32 p, p, z; "
+        f"shr.u32 p, m, {SHIFT}; min.s32 p, p, {OFFSET + P - 1}; min.s32 z, m, 1; add.s32 z, z, {OFFSET - 1}; max.s32 p, p, z; "
         f"mad.lo.s32 a, p, -4, $2; shr.u32 s, $1, 31; mad.lo.s32 a, s, {-4 * (P + 1)}, a; "
         f"red.shared.add.u32 [a+{4 * (OFFSET - 1)}], 1; mov.u32 $0, 0; }}"
     )

@@ -24,6 +24,7 @@ from pyrlstats.state import State
 triton_gpu = pytest.importorskip("pyrlstats.backends.triton_gpu")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+EMULATED = os.environ.get("PYRLSTATS_EMULATED_PTX") == "1"  # the CUDA ways in the interpreter
 DEVICE = "cpu" if INTERPRETED else "cuda"
 SIZE = 3_000 if INTERPRETED else 300_000
 CLIP = (0.2, 0.2)
@@ -33,6 +34,15 @@ pytestmark = [
     pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="no CUDA or ROCm device"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy, in the interpreter, of the NaN we put there
 ]
+
+
+@pytest.fixture(autouse=True)
+def _inline_ptx(monkeypatch):
+    if EMULATED:
+        import emulated_ptx
+
+        emulated_ptx.install(monkeypatch)
+
 
 FLOATS = {
     "float32": torch.float32,
