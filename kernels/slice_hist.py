@@ -516,7 +516,7 @@ def config(n: int, slices: int, id_bytes: int, portable: bool) -> Config:
     if slices <= 2:
         return Config(rows=256, v=8, run=16, per_sm=2, many_rows=False, registers=128)
     if n >= 1 << 21:
-        return Config(rows=256, v=4 if id_bytes > 1 else 8, run=16, per_sm=1, many_rows=True, registers=255)
+        return Config(rows=256, v=4 if id_bytes else 8, run=16, per_sm=1, many_rows=True, registers=255)
     if n > 1 << 14:
         return Config(rows=256, v=4, run=8, per_sm=1, many_rows=False, registers=255)
     return Config(rows=128, v=4, run=8, per_sm=2, many_rows=False, registers=255)

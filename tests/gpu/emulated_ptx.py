@@ -18,7 +18,14 @@ INTEGER = {
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "add": np.add, "sub": np.subtract,
     "mul": np.multiply, "min": np.minimum, "max": np.maximum, "shl": np.left_shift, "shr": np.right_shift,
 }  # fmt: skip
-COMPARE = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal}
+COMPARE = {
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+}
 
 _shared = np.zeros(DYNAMIC_BYTES, np.uint8)
 _local: dict[str, np.ndarray] = {}
@@ -85,7 +92,9 @@ class Threads:
             return np.zeros(self.ids.size, dtype)
         if re.fullmatch(r"0[fd][0-9a-f]+", name):
             bits = np.array(int(name[2:], 16), "u4" if name[1] == "f" else "u8")
-            return np.full(self.ids.size, bits.view("f4" if name[1] == "f" else "f8"), bits.dtype.str.replace("u", "f")).view(dtype)
+            return np.full(
+                self.ids.size, bits.view("f4" if name[1] == "f" else "f8"), bits.dtype.str.replace("u", "f")
+            ).view(dtype)
         value = int(name, 0) % (1 << 8 * dtype.itemsize)
         return np.full(self.ids.size, value, f"u{dtype.itemsize}").view(dtype)
 
@@ -184,7 +193,9 @@ class Threads:
             raise NotImplementedError(".".join(op))
 
 
-def inline_asm_elementwise(asm: Any, constraints: Any, args: Any, dtype: Any, is_pure: Any, pack: Any, _semantic: Any = None):
+def inline_asm_elementwise(
+    asm: Any, constraints: Any, args: Any, dtype: Any, is_pure: Any, pack: Any, _semantic: Any = None
+):
     """tl.inline_asm_elementwise, in the interpreter."""
     import triton.language as tl
     from triton.runtime.interpreter import TensorHandle
@@ -206,7 +217,9 @@ def inline_asm_elementwise(asm: Any, constraints: Any, args: Any, dtype: Any, is
     result = np.empty((n, pack), np.dtype(str(dtype).replace("int", "i").replace("fp", "f").replace("i32", "i4").replace("i64", "i8").replace("f32", "f4").replace("f64", "f8")))  # fmt: skip
     for first in range(0, n, step):
         here = slice(first, first + step)
-        threads = Threads(np.arange(first, first + step), {name: value[here].copy() for name, value in operands.items()})
+        threads = Threads(
+            np.arange(first, first + step), {name: value[here].copy() for name, value in operands.items()}
+        )
         threads.run(lines)
         for j in range(pack):
             result[here, j] = threads.registers[f"${j}"].view(result.dtype)

@@ -190,8 +190,11 @@ def test_more_than_2_32_tokens():
     assert stats.clip_fraction_low.item() == pytest.approx((1 << 31) / n, rel=1e-13)
 
 
+@pytest.mark.parametrize("by_digits", [False, True])
 @pytest.mark.parametrize("kind", ["normal", "ties", "equal"])
-def test_exact_quantiles_are_those_of_a_sort(kind):
+def test_exact_quantiles_are_those_of_a_sort(kind, by_digits, monkeypatch):
+    if by_digits:
+        monkeypatch.setattr("pyrlstats.exact._SORTED_TOKENS", 0)
     logp, old_logp, masks = batch(1_000_003, 5, torch.bfloat16 if kind == "ties" else torch.float32, 0.3)
     if kind == "equal":
         logp = old_logp = torch.zeros_like(logp)
