@@ -10,7 +10,7 @@ import hashlib
 import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -36,11 +36,11 @@ class Reduction:
 
     def __init__(self) -> None:
         self._buffers: _Buffers | None = None
+        self._agreed: tuple[Any, str] | None = None  # weak group, and device type, of what needs no more checks
 
     def start(self, accumulator: SliceAccumulator, group: Any, dst: int | None, async_op: bool) -> Handle:
         """Issue both collectives. The state changes in ``wait`` only, so that a failure leaves it as it was."""
-        group = _checked_group(group, dst)
-        device = _agreed_device(accumulator, group)
+        group, device = self._checked(accumulator, group, dst)
         state = accumulator._state or self._spare(accumulator, device)
         if self._buffers is None or self._buffers.state is not state or self._buffers.device != device:
             self._buffers = _Buffers(state, device)
@@ -53,6 +53,18 @@ class Reduction:
         else:
             work = dist.reduce(buffers.total, dst, dist.ReduceOp.SUM, group=group, async_op=async_op)
         return Handle(accumulator, work, buffers if dst in (None, dist.get_rank()) else None)
+
+    def _checked(self, accumulator: SliceAccumulator, group: Any, dst: int | None) -> tuple[Any, str]:
+        """The group, and the device type that its ranks have agreed on."""
+        if dst is None and self._agreed is not None and dist.is_initialized():
+            known, device = self._agreed
+            wanted = dist.group.WORLD if group is None else group
+            if known() is wanted:
+                return wanted, device
+        group = _checked_group(group, dst)
+        device, for_good = _agreed_device(accumulator, group)
+        self._agreed = (ref(group), device) if for_good else None
+        return group, device
 
     def _spare(self, accumulator: SliceAccumulator, device: str) -> State:
         """An empty state for an accumulator that has none; what it borrowed before has been cleared by ``reset``."""
@@ -199,16 +211,16 @@ def _checked_group(group: Any, dst: int | None) -> Any:
     return group
 
 
-def _agreed_device(accumulator: SliceAccumulator, group: Any) -> str:
-    """The device type of the collectives, agreed on once for every group and make of accumulator."""
+def _agreed_device(accumulator: SliceAccumulator, group: Any) -> tuple[str, bool]:
+    """The device type of the collectives, agreed on once for every group and make of accumulator; is that for good?"""
     agreed = _agreements.setdefault(group, {})
     make = (accumulator.names, accumulator.layout, accumulator.clip, accumulator.groups)
     if make in agreed:
-        return agreed[make]
+        return agreed[make], True
     device, for_good = _handshake(accumulator, group)
     if for_good:
         agreed[make] = device
-    return device
+    return device, for_good
 
 
 def _handshake(accumulator: SliceAccumulator, group: Any) -> tuple[str, bool]:
