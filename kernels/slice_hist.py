@@ -1,8 +1,8 @@
 """The state of a batch in one pass over its tokens: kernels, launch table, launcher.
 
 A program walks over tiles with a fixed stride. Near tokens (|x| < 0.5) are summed in registers; clipped and far ones
-by the warps that hold some, in tail.py; what is not finite or huge by a second look, in second_look.py. The histogram is
-in histogram.py, the extrema in extrema.py, the end of the launch in merge.py.
+by the warps that hold some, in tail.py; what is not finite or huge by a second look, in second_look.py. The histogram
+is in histogram.py, the extrema in extrema.py, the end of the launch in merge.py.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Clipped tokens (x > ln 1.2) and far ones (0.5 <= |x| <= far.PLAIN_LIMIT) are rare in most data, but 32,768 tokens nearly
 always hold some. So a warp votes over its 32 V tokens, and only one that holds some looks closer, while they are in
-registers: 1 instruction in V tokens where there are none, 6 a token for the clips, 27 a token for the far sums.
+registers: 1 instruction in V tokens where there are none, 7 a token for the clips, 35 a token for the far sums.
 
 The far sums of a thread lie in local memory, one record a slice, and are touched by these warps alone. Tokens of a
 thread mostly belong to the same slices: they are summed once, and the sums added to the record of each slice.
@@ -75,7 +75,7 @@ def _clip_lines(x, m, row, low, high, junk, G, P, WAY):
         f"setp.lt.or.f32 q, {x}, {low}, p;",
         f"selp.b32 t, {-slot[1]}, {-slot[0]}, p;",
     ]
-    if WAY != histogram.SLICES.value:  # the row of the token is the only one
+    if histogram.SLICES.value != WAY:  # the row of the token is the only one
         return [*out, f"add.s32 t, {row}, t;", f"selp.b32 t, t, {junk}, q;", "red.shared.add.u32 [t], 1;"]
     out += [f"add.s32 t, {junk}, t;"]
     for s in range(G):

@@ -171,7 +171,8 @@ def slot_asm(P, SHIFT, OFFSET):
     """
     return (
         "{ .reg .b32 m, p, z, s, a; and.b32 m, $1, 0x7fffffff; "
-        f"shr.u32 p, m, {SHIFT}; min.s32 p, p, {OFFSET + P - 1}; min.s32 z, m, 1; add.s32 z, z, {OFFSET - 1}; max.s32 p, p, z; "
+        f"shr.u32 p, m, {SHIFT}; min.s32 p, p, {OFFSET + P - 1}; min.s32 z, m, 1; "
+        f"add.s32 z, z, {OFFSET - 1}; max.s32 p, p, z; "
         f"mad.lo.s32 a, p, -4, $2; shr.u32 s, $1, 31; mad.lo.s32 a, s, {-4 * (P + 1)}, a; "
         f"red.shared.add.u32 [a+{4 * (OFFSET - 1)}], 1; mov.u32 $0, 0; }}"
     )

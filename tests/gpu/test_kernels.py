@@ -17,7 +17,7 @@ from pyrlstats.distributed import _Packed
 from pyrlstats.groups.accumulate import accumulate
 from pyrlstats.groups.inputs import with_groups
 from pyrlstats.groups.options import Options, groups_of
-from pyrlstats.layout import INF_BITS, TABLES, Layout
+from pyrlstats.layout import INF_BITS, TABLES, Layout, clip_thresholds
 from pyrlstats.slice_stats import SliceStats
 from pyrlstats.state import State
 
@@ -39,9 +39,21 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def _inline_ptx(monkeypatch):
     if EMULATED:
-        import emulated_ptx
+        import emulated_ptx  # of tests/
 
         emulated_ptx.install(monkeypatch)
+
+
+@pytest.fixture(params=["small", "large"])
+def size(request, monkeypatch):
+    """The launch of few tokens, and that of many, which counts in a row for every set of slices."""
+    if request.param == "large":
+        if INTERPRETED and not EMULATED:
+            pytest.skip("one launch for all sizes")
+        choose = triton_gpu.launch.slice_hist.config
+        many = 1 << 28
+        monkeypatch.setattr(triton_gpu.launch.slice_hist, "config", lambda n, *others: choose(many, *others))
+    return request.param
 
 
 FLOATS = {
@@ -53,12 +65,14 @@ FLOATS = {
 MASK_DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *FLOATS.values()]
 
 
-def fill(state: State | None, logp, old_logp, masks=None, *, names=None, mask=None, slice_ids=None, layout=None):
+def fill(
+    state: State | None, logp, old_logp, masks=None, *, names=None, mask=None, slice_ids=None, layout=None, clip=CLIP
+):
     """A state on DEVICE of these CPU tensors; views stay views."""
     names = resolve_names(masks, slice_ids, names)
     batch = gate(*(_to_device(item) for item in (logp, old_logp, masks, slice_ids, mask)), names)
     if state is None:
-        state = State.empty(names, layout or Layout(), CLIP, torch.device(DEVICE))
+        state = State.empty(names, layout or Layout(), clip, torch.device(DEVICE))
     triton_gpu.accumulate(batch, state)
     return state
 
@@ -218,6 +232,104 @@ def test_adversarial_values(oracle, rng, values):
     masks["empty"] = torch.zeros(5000, dtype=torch.bool)
     zero = torch.zeros_like(x)
     check(oracle, fill(None, x, zero, masks), x, zero, masks)
+
+
+def skip_one_launch(size, slices):
+    if size == "large" and slices <= 2:
+        pytest.skip("one launch for all sizes")
+
+
+def around(*values):
+    """The float32 values, their neighbours, and all of them with the other sign."""
+    exact = np.asarray(values, np.float32)
+    near = np.concatenate([np.nextafter(exact, np.float32(way)) for way in (-np.inf, np.inf)] + [exact])
+    return np.concatenate([near, -near])
+
+
+def clip_at(low, high):
+    """The ratio clip whose thresholds are -low and high."""
+    clip = -np.expm1(-low), np.expm1(high)
+    assert clip_thresholds(clip) == (-np.float32(low), np.float32(high))
+    return float(clip[0]), float(clip[1])
+
+
+CLIPS = {
+    "usual": CLIP,
+    "on edges of bins": clip_at(0.25, 0.1875),
+    "at the near limit": clip_at(0.5, 0.5),
+    "one near, one far": (0.2, 3.0),
+    "far": (0.9, 100.0),
+    "beyond the last bin": (1.0 - 2.0**-53, 1e200),
+    "all but zero": (1e-300, 1e-300),
+    "subnormal": (1e-40, 1e-42),
+}
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("slices", [1, 4])
+def test_clip_counts(oracle, rng, size, slices, clip):
+    skip_one_launch(size, slices)
+    thresholds = clip_thresholds(CLIPS[clip])
+    special = around(*thresholds, 0.5, 0.0, 1e-40, 255.0, 256.0, 320.0, 1e5)
+    n = 2_300
+    x = np.where(rng.random(n) < 0.3, rng.choice(special, n), rng.standard_normal(n) * 0.01).astype(np.float32)
+    x[rng.random(n) < 0.01] = np.inf
+    x[rng.random(n) < 0.01] = -np.inf
+    x[rng.random(n) < 0.01] = np.nan
+    x = torch.from_numpy(x)
+    masks, zero, options = run_masks(rng, n, [1.0, 0.5, 0.3, 0.1][:slices]), torch.zeros(n), {"clip": CLIPS[clip]}
+    check(oracle, fill(None, x, zero, masks, **options), x, zero, masks, **options)
+
+
+FAR = {
+    "one value": [0.5],
+    "where k3 is least known": [0.5198603],
+    "limits": around(0.5, 320.0),
+    "huge": [330.0, -400.0, 5000.0],
+    "of all kinds": [0.0, 0.01, 0.3, -1.0, 20.0, 321.0, -1e30, np.inf, -np.inf, np.nan],
+}
+
+
+@pytest.mark.parametrize("values", FAR)
+@pytest.mark.parametrize("how", ["one slice", "masks in runs", "random masks", "ids"])
+def test_far_tokens(oracle, rng, size, how, values):
+    skip_one_launch(size, 1 if how == "one slice" else 4)
+    n = 2_300
+    x = torch.from_numpy(rng.choice(np.asarray(FAR[values], np.float32), n))
+    masks: Any = {"all": torch.ones(n)}
+    options: Any = {}
+    if how == "masks in runs":
+        masks = run_masks(rng, n, [0.7, 0.5, 0.2, 0.05])
+    elif how == "random masks":
+        masks = {f"s{s}": torch.from_numpy(rng.random(n) < 0.5) for s in range(4)}
+    elif how == "ids":
+        ids = torch.from_numpy(rng.integers(-1, 8, n).astype(np.int8))
+        masks, options = None, {"slice_ids": ids, "names": [f"s{s}" for s in range(8)]}
+    zero = torch.zeros(n)
+    check(oracle, fill(None, x, zero, masks, **options), x, zero, masks, **options)
+
+
+@pytest.mark.parametrize("share", [1e-3, 0.03])
+def test_few_far_tokens(oracle, rng, size, share):
+    """A warp looks closer for one token, and its extremum may be in any row of the tile."""
+    n = 4_400
+    x = np.where(rng.random(n) < share, rng.laplace(size=n), rng.standard_normal(n) * 0.01).astype(np.float32)
+    x = torch.from_numpy(x)
+    zero = torch.zeros(n)
+    for masks in (None, run_masks(rng, n, [0.9, 0.4])):
+        check(oracle, fill(None, x, zero, masks), x, zero, masks)
+
+
+@pytest.mark.parametrize("how", ["no mask", "float64", "unaligned", "transposed"])
+def test_extrema_of_every_row(oracle, rng, how):
+    """One extremum among equal tokens, wherever it lies in a tile."""
+    for at in rng.integers(0, 2048, 6):
+        x = torch.full((2049,), 0.01, dtype=torch.float64 if how == "float64" else torch.float32)
+        x[at], x[(at + 777) % 2048] = 0.02, -0.03
+        x = x[1:] if how == "unaligned" else x[:2048]
+        x = x.reshape(32, 64).T if how == "transposed" else x
+        zero = torch.zeros_like(x)
+        check(oracle, fill(None, x, zero), x, zero)
 
 
 def test_a_masked_out_value_never_takes_part(oracle, rng):

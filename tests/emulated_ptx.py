@@ -19,13 +19,8 @@ INTEGER = {
     "mul": np.multiply, "min": np.minimum, "max": np.maximum, "shl": np.left_shift, "shr": np.right_shift,
 }  # fmt: skip
 COMPARE = {
-    "eq": np.equal,
-    "ne": np.not_equal,
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-}
+    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
+}  # fmt: skip
 
 _shared = np.zeros(DYNAMIC_BYTES, np.uint8)
 _local: dict[str, np.ndarray] = {}
@@ -40,7 +35,7 @@ def _parse(asm: str) -> list[str]:
 
 
 class Threads:
-    """Threads that run one asm statement together; ``uniform`` are as many warps as there may be branches over."""
+    """Threads that run one asm statement together: a warp where it has branches, all of them where it has none."""
 
     def __init__(self, ids: np.ndarray, operands: dict[str, np.ndarray]) -> None:
         self.ids = ids
@@ -92,9 +87,7 @@ class Threads:
             return np.zeros(self.ids.size, dtype)
         if re.fullmatch(r"0[fd][0-9a-f]+", name):
             bits = np.array(int(name[2:], 16), "u4" if name[1] == "f" else "u8")
-            return np.full(
-                self.ids.size, bits.view("f4" if name[1] == "f" else "f8"), bits.dtype.str.replace("u", "f")
-            ).view(dtype)
+            return np.full(self.ids.size, bits).view(dtype)
         value = int(name, 0) % (1 << 8 * dtype.itemsize)
         return np.full(self.ids.size, value, f"u{dtype.itemsize}").view(dtype)
 
@@ -141,10 +134,12 @@ class Threads:
                 result = result & self.registers[a[3]] if op[2] == "and" else result | self.registers[a[3]]
             self.write(a[0], result, guard)
         elif kind == "vote":
-            assert guard.all() and self.ids.size == 32
+            assert guard.all()
+            assert self.ids.size == 32
             self.write(a[0], np.full(32, self.registers[a[1]].any()), guard)
         elif kind == "redux":
-            assert guard.all() and self.ids.size == 32
+            assert guard.all()
+            assert self.ids.size == 32
             self.write(a[0], np.full(32, self.read(a[1], type_).max(), dtype), guard)
         elif kind in ("mov", "or") and type_ == "pred":
             result = self.registers[a[1]].copy()
@@ -186,7 +181,6 @@ class Threads:
             ufunc.at(_shared.view(dtype), at[guard] // 4, value[guard])
         elif kind in INTEGER:
             x = self.read(a[1], type_)
-            # a shift counts by an unsigned number, whatever it moves
             y = self.read(a[2], type_)
             self.write(a[0], INTEGER[kind](x, y).astype(dtype), guard)
         else:
@@ -195,7 +189,7 @@ class Threads:
 
 def inline_asm_elementwise(
     asm: Any, constraints: Any, args: Any, dtype: Any, is_pure: Any, pack: Any, _semantic: Any = None
-):
+) -> Any:
     """tl.inline_asm_elementwise, in the interpreter."""
     import triton.language as tl
     from triton.runtime.interpreter import TensorHandle
@@ -205,7 +199,11 @@ def inline_asm_elementwise(
     arrays = np.broadcast_arrays(*(arg.handle.data.reshape(arg.shape) for arg in args))
     shape = arrays[0].shape
     flat = [np.ascontiguousarray(array).reshape(-1, pack) for array in arrays]
-    outputs = str(constraints).count("=")
+    kinds = getattr(constraints, "value", constraints).split(",")
+    outputs = sum(kind.startswith("=") for kind in kinds)
+    for k, kind in enumerate(kinds[outputs::pack]):
+        if kind == "f":  # the interpreter makes a subnormal argument of a kernel float64
+            flat[k] = flat[k].astype(np.float32)
     operands = {
         f"${outputs + k * pack + j}": array[:, j].view(f"u{array.itemsize}")
         for k, array in enumerate(flat)
@@ -214,7 +212,7 @@ def inline_asm_elementwise(
     lines = _parse(asm)
     n = flat[0].shape[0]
     step = 32 if any("bra " in line for line in lines) else n
-    result = np.empty((n, pack), np.dtype(str(dtype).replace("int", "i").replace("fp", "f").replace("i32", "i4").replace("i64", "i8").replace("f32", "f4").replace("f64", "f8")))  # fmt: skip
+    result = np.empty((n, pack), {"int32": "i4", "int64": "i8", "fp32": "f4", "fp64": "f8"}[str(dtype)])
     for first in range(0, n, step):
         here = slice(first, first + step)
         threads = Threads(
@@ -223,8 +221,8 @@ def inline_asm_elementwise(
         threads.run(lines)
         for j in range(pack):
             result[here, j] = threads.registers[f"${j}"].view(result.dtype)
-    type_ = tl.block_type(dtype, list(shape)) if shape else dtype
-    return tl.tensor(TensorHandle(result.reshape(shape), dtype), type_)
+    wanted = tl.block_type(dtype, list(shape)) if shape else dtype
+    return tl.tensor(TensorHandle(result.reshape(shape), dtype), wanted)
 
 
 def install(monkeypatch: Any) -> None:
