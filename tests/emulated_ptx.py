@@ -71,7 +71,7 @@ class Threads:
         if space == "shared":
             _shared[:] = GARBAGE
             self.registers[name] = np.zeros(self.ids.size, np.uint32)
-        elif name not in _local or len(self.ids) == 1:  # at the entry of a kernel, by a scalar statement
+        elif name not in _local or _local[name].shape[1] != int(size) or len(self.ids) == 1:  # a kernel begins
             _local[name] = np.full((4096, int(size)), GARBAGE, np.uint8)
 
     def read(self, name: str, type_: str) -> np.ndarray:
