@@ -140,9 +140,12 @@ def _places(
 
 
 def _forget_maxima(buffer: Array, maxima: tuple[slice, ...]) -> None:
-    fill = "fill" if namespace(buffer) is np else "fill_"
-    for place in maxima:
-        getattr(buffer[place], fill)(_NEGATIVE_INFINITY)
+    if isinstance(buffer, np.ndarray):
+        for place in maxima:
+            buffer[place] = _NEGATIVE_INFINITY
+    else:
+        for place in maxima:
+            buffer[place].fill_(_NEGATIVE_INFINITY)
 
 
 @dataclass(frozen=True)
