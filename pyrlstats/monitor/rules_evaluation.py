@@ -15,14 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyrlstats.monitor.alerts import Alert, History
+from pyrlstats.monitor.history import LONGEST
 from pyrlstats.monitor.monitor import _rank
 from pyrlstats.monitor.rules import Condition, Rule, RuleSet, load_rules
 from pyrlstats.monitor.rules_measures import Floats, at_end, holds, measured
 from pyrlstats.monitor.rules_names import DERIVED, is_statistic, nearest, split_key
 
 NOTICE_AFTER = 200  # steps after which a signal that never came is said to be missing
-SPREAD = "spread of the warm-up"  # what robust_z needs of a history
-LONGEST = 4096  # steps that are looked back at most, where a signal comes rarely
 
 
 _log = logging.getLogger("pyrlstats.monitor")
@@ -55,6 +54,11 @@ class RuleBook:
         self._presence = Presence()
         self._held: dict[tuple[str, str | None], tuple[int, Alert]] = {}
 
+    @property
+    def depth(self) -> int:
+        """Observations of a signal that the rules look back at most."""
+        return max((rule.depth for rule in self.rules.rules), default=1)
+
     @classmethod
     def load(cls, *paths: str | Path, builtin: bool = True) -> RuleBook:
         """The built-in rules and those of files; raises as :func:`pyrlstats.monitor.rules.load_rules` does."""
@@ -79,9 +83,8 @@ class RuleBook:
         self._presence.add(step, signals, self._known[1])
         alerts = []
         for bound in self._known[1]:
-            absent = bound.absent or bound.unknown(history)
-            if absent:
-                self.missing.setdefault(bound.rule.name, Counter()).update(absent)
+            if bound.absent:
+                self.missing.setdefault(bound.rule.name, Counter()).update(bound.absent)
                 continue
             alert = self._ask(bound, step, history)
             if alert is not None:
@@ -116,9 +119,7 @@ class RuleBook:
         if self._told or not self._steps or (self._steps < NOTICE_AFTER and not at_end):
             return []
         self._told = True
-        found = self._names.unheard(self._known[1] if self._known else [], self._seen)
-        unknown = sorted(name for name, counts in self.missing.items() if SPREAD in counts)
-        return [*found, *([f"{', '.join(unknown)}: this monitor keeps no {SPREAD}, use ratio"] if unknown else [])]
+        return self._names.unheard(self._known[1] if self._known else [], self._seen)
 
 
 def signals_needed(rules: RuleSet) -> tuple[str, ...]:
@@ -138,7 +139,7 @@ class Presence:
             for signal in bound.signals:
                 key = signal.first.key
                 if signal.condition.measure == "nonfinite" and key is not None and key in signals:
-                    kept = self._steps.setdefault(key, deque(maxlen=1024))
+                    kept = self._steps.setdefault(key, deque(maxlen=LONGEST))
                     while kept and kept[-1] >= step:  # training went back
                         kept.pop()
                     kept.append(step)
@@ -231,11 +232,10 @@ class Signal:
         return self.baseline(history), self._spread(history)
 
     def _spread(self, history: History) -> float | None:
-        """The robust standard deviation over the warm-up, where the history knows it."""
+        """The robust standard deviation over the warm-up, where the condition asks for it."""
         if self.condition.measure != "robust_z" or self.second is not None or self.first.key is None:
             return None
-        spread = getattr(history, "spread", None)
-        return None if spread is None else spread(self.first.key)
+        return history.spread(self.first.key)
 
 
 @dataclass(frozen=True)
@@ -255,11 +255,6 @@ class Bound:
     signals: tuple[Signal, ...]
     tokens: Source | None
     absent: tuple[str, ...]
-
-    def unknown(self, history: History) -> tuple[str, ...]:
-        """What the rule needs and this history does not keep."""
-        needs = any(signal.condition.measure == "robust_z" for signal in self.signals)
-        return (SPREAD,) if needs and not hasattr(history, "spread") else ()
 
     def held(self, step: int, history: History, presence: Presence) -> list[dict[str, Any]] | None:
         """The evidence, if the rule holds at the last observation of its rarest signal, as often as it asks for."""
@@ -289,8 +284,7 @@ class Bound:
 
     def _tail(self, times: int, history: History, presence: Presence) -> list[dict[str, Any]] | None:
         """The evidence, if all conditions hold at the last ``times`` observations."""
-        longest = max((signal.condition.window or 1) for signal in self.signals) + times - 1
-        looked = self._look(longest, times, history, presence)
+        looked = self._look(self.rule.widest + times - 1, times, history, presence)
         if looked is None:  # rare signals: look back as far as the history goes
             looked = self._look(LONGEST, times, history, presence)
         if looked is None or not looked.held[-times:].all():
