@@ -49,7 +49,7 @@ def rules_of(folder: Path, when: str, **fields: Any) -> RuleSet:
 
 def test_builtin_rules_are_about_every_link_of_the_loop() -> None:
     rules = builtin_rules()
-    assert len(rules.rules) == 45
+    assert len(rules.rules) == 46
     assert {rule.link for rule in rules.rules} == {
         "environment",
         "evaluation",
@@ -76,7 +76,7 @@ def test_a_file_adds_replaces_and_disables(tmp_path: Path) -> None:
     text += GOOD.replace('"mine"', '"entropy-floor"', 1).replace("above = 1", "below = 0.1")
     rules = load_rules(write(tmp_path, text))
     names = [rule.name for rule in rules.rules]
-    assert len(names) == 45 - 5 + 1
+    assert len(names) == 46 - 5 + 1
     assert not [name for name in names if name.startswith("grad-norm") or name == "steps-slower"]
     assert next(rule for rule in rules.rules if rule.name == "entropy-floor").title == "mine is high"
     assert rules.constants == {"kl_target": 0.05}

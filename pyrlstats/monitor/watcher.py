@@ -27,6 +27,7 @@ from pyrlstats.monitor.history import DEPTH, Rings
 from pyrlstats.monitor.immediate import immediate
 from pyrlstats.monitor.settings import Settings
 from pyrlstats.monitor.signals import against
+from pyrlstats.monitor.tails import Tails
 from pyrlstats.slice_stats import SliceStats
 from pyrlstats.state import State
 
@@ -45,6 +46,7 @@ class Watcher:
         rings: the last observations of every signal.
         last_step: number of the last step taken.
         make: names, layout and clip of the statistics; None before the first.
+        tail_sample_size: of the tails; None before the first.
         frozen: the baseline and what runs against it; None before it is complete.
     """
 
@@ -52,6 +54,7 @@ class Watcher:
         self.rings = Rings(max(DEPTH, getattr(rules, "depth", 0)))
         self.last_step: int | None = None
         self.make: Make | None = None
+        self.tail_sample_size: int | None = None
         self.frozen: Frozen | None = None
         self._settings = settings
         self._rules = rules
@@ -62,15 +65,21 @@ class Watcher:
         self._calm = 0  # steps of the scalars' warm-up
         self._warmup: list[tuple[int, dict[str, float], State]] = []
 
-    def watch(self, step: int, stats: SliceStats | None, scalars: Mapping[str, float]) -> list[Alert]:
+    def watch(
+        self, step: int, stats: SliceStats | None, scalars: Mapping[str, float], tails: Tails | None = None
+    ) -> list[Alert]:
         """Take one step and return what is to be told.
 
         Args:
             step: its number.
             stats: in NumPy memory, of the same make at every step; or None.
             scalars: the trainer's numbers.
+            tails: of one sample size at every step; or None.
         """
         signals: dict[str, float] = dict(scalars)
+        if tails is not None:
+            self.tail_sample_size = tails.sample_size
+            signals.update(tails.figures)
         names: tuple[str, ...] = ()
         if stats is not None:
             names = stats.state.names
@@ -140,6 +149,7 @@ class Watcher:
             "rings": rings,
             "frozen": frozen,
             "episodes": self._episodes.to_json(),
+            "tail_sample_size": self.tail_sample_size,
             "skipped": self._skipped,
             "calm": self._calm,
             "rate": None if self._rate is None else repr(self._rate),
@@ -168,6 +178,7 @@ class Watcher:
             self.frozen = Frozen.restored(header["frozen"], groups["frozen"], self._settings)
             state = self.frozen.reference.state
             self.make = (state.names, state.layout, state.clip)
+        self.tail_sample_size = header["tail_sample_size"]
         self._skipped, self._calm = int(header["skipped"]), int(header["calm"])
         self._rate = None if header["rate"] is None else float(header["rate"])
         self.rings.restore(header["rings"], groups["rings"])
