@@ -29,10 +29,11 @@ def with_tokens(
     if not any(alert.slice is not None for alert in alerts):
         return list(alerts)
     known = tokens() if callable(tokens) else tokens
-    return [_with(alert, known[alert.slice].rows()[:MOST]) if alert.slice in known else alert for alert in alerts]
+    return [_with(alert, known) for alert in alerts]
 
 
-def _with(alert: Alert, rows: Sequence[Mapping[str, Any]]) -> Alert:
+def _with(alert: Alert, known: Mapping[str, TopTokens]) -> Alert:
+    rows = known[alert.slice].rows()[:MOST] if alert.slice is not None and alert.slice in known else []
     if not rows:
         return alert
     said = ", ".join(in_words(row) for row in rows[:SAID])
