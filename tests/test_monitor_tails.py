@@ -65,9 +65,9 @@ def test_growth_of_pareto_k_is_found_and_localised(heavy):
     assert "growth" not in first.evidence
     assert 0.004 < first.evidence["slope_per_step"] < 0.02
     assert first.evidence["doubling_steps"] == "nan"
-    # k passes 0.7 at step 100, and is above it five times in a row a while after
+    # k passes 0.7 at step 100, and the median of 30 steps some 15 steps later
     assert (rule.name, rule.level, rule.slice) == ("pareto-k-high", "warning", "post_tool")
-    assert 98 < rule.step < 120
+    assert 105 < rule.step < 128
     assert monitor.lost == {}
 
 

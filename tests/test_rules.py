@@ -570,9 +570,10 @@ def test_a_message_says_where_what_and_how_much(tmp_path: Path) -> None:
     found = replay(rules, Table(np.arange(n), {**flat, "post_tool/abs_log_ratio_p99_9": column}), 50).alerts
     assert {alert.name for alert in found} == {"one-slice-leaves-the-text", "tail-far-from-baseline", "tail-growing"}
     far = next(alert for alert in found if alert.name == "tail-far-from-baseline")
+    tail = "median of the last 20 post_tool/abs_log_ratio_p99_9 is"
     assert far.message == (
-        "post_tool: the tail of the log-ratio is far above its baseline: median of the last 10 "
-        "post_tool/abs_log_ratio_p99_9 is 4 times its baseline 0.25 (above 3), 5 times in a row"
+        f"post_tool: the tail of the log-ratio is far above its baseline: {tail} 4 times its baseline 0.25 (above 3); "
+        f"{tail} +3e+03 robust deviations from its baseline 0.25 (above 6), 5 times in a row"
     )
     assert far.signal == "post_tool/abs_log_ratio_p99_9"
     assert Alert.from_json(far.to_json()).key == far.key

