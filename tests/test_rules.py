@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from pyrlstats import slice_stats
 from pyrlstats.monitor import Monitor, RunReader
 from pyrlstats.monitor.alerts import Alert
+from pyrlstats.monitor.episodes import Episodes, Finding
 from pyrlstats.monitor.history import LONGEST, Rings, robust_spread
 from pyrlstats.monitor.rules import Condition, RuleError, RuleSet, builtin_rules, load_rules
 from pyrlstats.monitor.rules_evaluation import RuleBook
@@ -313,7 +315,7 @@ def step_by_step(rules: RuleSet, table: Table, warmup: int = 20, memory: int = 1
     """The alerts with which episodes begin, asked as a monitor asks."""
     book, history = RuleBook(rules), Recorded(warmup, memory)
     told: list[Alert] = []
-    on: set[str] = set()
+    episodes = Episodes()
     for i, step in enumerate(table.steps.tolist()):
         signals = {}
         for key, column in table.signals.items():
@@ -322,8 +324,7 @@ def step_by_step(rules: RuleSet, table: Table, warmup: int = 20, memory: int = 1
                 signals[key] = float(column[i])
         history.add(step, signals)
         alerts = book.evaluate(step, signals, history)
-        told += [alert for alert in alerts if alert.key not in on]
-        on = {alert.key for alert in alerts}
+        told += episodes.tell([Finding(alert.key, alert, book.cool_down(alert)) for alert in alerts], i + 1, step)
     return told, book
 
 
@@ -403,6 +404,22 @@ slices = ["*"]
 when = [{ statistic = "kl_k3", take = "median", window = 5, measure = "robust_z", above = 4 }]
 
 [[rules]]
+name = "again"
+title = "t"
+level = "warning"
+link = "reward"
+when = [{ scalar = "again", above = 0.5 }]
+cool_down = 45
+
+[[rules]]
+name = "never-over"
+title = "t"
+level = "warning"
+link = "reward"
+when = [{ scalar = "again", above = 0.5 }]
+cool_down = 46
+
+[[rules]]
 name = "long"
 title = "t"
 level = "warning"
@@ -428,7 +445,7 @@ def test_a_monitor_and_a_replay_of_what_it_recorded_agree(tmp_path: Path, with_s
     monitor = Monitor(folder, RuleBook(rules), baseline=50)
     for step in range(1, 1401):
         grown = 2.0 if step > 300 else 1.0
-        scalars = {"x": grown + 0.1 * rng.standard_normal()}
+        scalars = {"x": grown + 0.1 * rng.standard_normal(), "again": float(step % 50 < 5 and 400 < step < 800)}
         if step % 90 == 0 or step == 20:
             scalars["evaluation"] = grown
         stats = None
@@ -436,15 +453,17 @@ def test_a_monitor_and_a_replay_of_what_it_recorded_agree(tmp_path: Path, with_s
             logp = (0.01 * grown * rng.standard_normal(300)).astype(np.float32)
             stats = slice_stats(logp, np.zeros_like(logp), {"text": np.arange(300) < 200})
         told += monitor.observe(step, stats, scalars)
-        if step == 700:  # what is needed is remembered
+        if step == 710:  # what is needed is remembered
             monitor.close()
             monitor = Monitor(folder, RuleBook(rules), baseline=50)
     monitor.close()
     assert not monitor.lost
     replayed = ask_rules(open_run(folder), rules, 50).alerts
-    names = {"z", "long", "rare", *(["z-of-a-slice"] if with_statistics else [])}
-    assert {alert.name for alert in replayed} == names
-    of_rules = [alert for alert in told if alert.name in names]
+    counts = {"z": 1, "long": 1, "rare": 1, "again": 8, "never-over": 1} | (
+        {"z-of-a-slice": 1} if with_statistics else {}
+    )
+    assert Counter(alert.name for alert in replayed) == counts
+    of_rules = [alert for alert in told if alert.name in counts]
     assert sorted(map(str, of_rules)) == sorted(map(str, replayed))
 
 

@@ -114,7 +114,9 @@ class Rules(Protocol):
     a resumed run decides alike. ``evaluate`` returns an alert for every rule that holds *now*, at every step at which
     it holds; the monitor tells people at the first of them only, and again after the trouble was away for a while.
 
-    Rules that look back more than 512 observations of a signal say so by an attribute ``depth``, at most 4,096.
+    Rules that look back more than 512 observations of a signal say so by an attribute ``depth``, at most 4,096. A
+    method ``cool_down(alert)`` gives the steps, by their numbers, after which trouble that went away may be told again;
+    else it is 20 observed steps.
     """
 
     def evaluate(self, step: int, signals: Mapping[str, float], history: History) -> Sequence[Alert]:

@@ -52,7 +52,7 @@ class RuleBook:
         self._steps = 0
         self._told = False
         self._presence = Presence()
-        self._held: dict[tuple[str, str | None], tuple[int, Alert]] = {}
+        self._cool_downs = {rule.name: rule.cool_down for rule in rules.rules}
 
     @property
     def depth(self) -> int:
@@ -65,7 +65,7 @@ class RuleBook:
         return cls(load_rules(*paths, builtin=builtin))
 
     def evaluate(self, step: int, signals: Mapping[str, float], history: History) -> list[Alert]:
-        """An alert for each rule that holds at this step, or held less than its ``cool_down`` steps ago.
+        """An alert for each rule that holds at this step.
 
         Args:
             step: number of the step.
@@ -86,29 +86,18 @@ class RuleBook:
             if bound.absent:
                 self.missing.setdefault(bound.rule.name, Counter()).update(bound.absent)
                 continue
-            alert = self._ask(bound, step, history)
-            if alert is not None:
-                alerts.append(alert)
+            evidence = bound.held(step, history, self._presence)
+            if evidence is not None:
+                alerts.append(bound.alert(step, evidence))
         if self._steps == NOTICE_AFTER and _rank() == 0:
             own = any(name in self.rules.own for name in self.missing)
             for notice in self.notices():
                 _log.log(logging.WARNING if own else logging.INFO, "%s", notice)
         return alerts
 
-    def _ask(self, bound: Bound, step: int, history: History) -> Alert | None:
-        key = (bound.rule.name, bound.slice)
-        evidence = bound.held(step, history, self._presence)
-        if evidence is not None:
-            alert = bound.alert(step, evidence)
-            self._held[key] = (step, alert)
-            return alert
-        last = self._held.get(key)
-        if last is None:
-            return None
-        if 0 < step - last[0] < bound.rule.cool_down:
-            return last[1]
-        del self._held[key]
-        return None
+    def cool_down(self, alert: Alert) -> int:
+        """Steps after which what one of these rules told may be told again."""
+        return self._cool_downs[alert.name]
 
     def notices(self, *, at_end: bool = False) -> list[str]:
         """What could not be evaluated, in words: nothing until it is sure, and then only once.

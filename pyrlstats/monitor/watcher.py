@@ -100,13 +100,15 @@ class Watcher:
             elif stats.state.n_finite().any():
                 self._warm_up(step, signals, stats.state, rising)
         findings += self._ask_rules(step, signals)
-        return self._episodes.tell(findings, self.rings.observed)
+        return self._episodes.tell(findings, self.rings.observed, step)
 
     def _ask_rules(self, step: int, signals: Mapping[str, float]) -> list[Finding]:
         if self._rules is None:
             return []
         try:
-            return [Finding(f"rule:{alert.key}", alert) for alert in self._rules.evaluate(step, signals, self.rings)]
+            cool_down = getattr(self._rules, "cool_down", lambda alert: None)
+            alerts = self._rules.evaluate(step, signals, self.rings)
+            return [Finding(f"rule:{alert.key}", alert, cool_down(alert)) for alert in alerts]
         except Exception as error:
             self._failed("rules", error)
             return []
