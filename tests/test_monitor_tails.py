@@ -9,6 +9,7 @@ from test_monitor import NAMES, stats_at, tokens
 
 from pyrlstats import Monitor
 from pyrlstats.monitor import Alert, RunReader
+from pyrlstats.monitor.worst import in_words
 from pyrlstats.tails import TailShape, tail_shape, tail_size, top_tokens
 
 SIZE = 10_000
@@ -193,12 +194,19 @@ def test_an_alert_names_its_worst_tokens(tmp_path):
         assert [each["index"] for each in found] == order.tolist()
         assert [each["value"] for each in found] == x[order].astype(float).tolist()
         assert (found[0]["sequence"], found[0]["position"]) == divmod(int(order[0]), 200)
-        assert alert.message.count(" nats at position ") == 3
-        assert f"largest |log-ratio|: {x[order[0]]:.3g} nats at position {order[0] % 200} of sequence" in alert.message
+        values = ", ".join(f"{value:.3g}" for value in x[order[:3]])
+        places = ", ".join(f"{index // 200}:{index % 200}" for index in order[:3])
+        assert alert.message.endswith(f"; worst tokens {values} nats at {places} (sequence:position)")
     read = RunReader(tmp_path / "a")
     assert read.alerts == plainly.alerts
     told = json.loads((read.artifact(read.alerts[0]) / "alert.json").read_text())
     assert Alert.from_json(told) == read.alerts[0]
+
+
+def test_of_several_ranks_the_rank_is_said():
+    rows = [{"value": -9.3125, "rank": 1, "sequence": 12, "position": 403}]
+    rows += [{"value": 8.0, "rank": 0, "sequence": 7, "position": 19}]
+    assert in_words(rows) == "worst tokens -9.31, 8 nats at 1/12:403, 0/7:19 (rank/sequence:position)"
 
 
 def test_the_report_lists_the_worst_tokens(tmp_path):

@@ -36,11 +36,13 @@ def _with(alert: Alert, known: Mapping[str, TopTokens]) -> Alert:
     rows = known[alert.slice].rows()[:MOST] if alert.slice is not None and alert.slice in known else []
     if not rows:
         return alert
-    said = ", ".join(in_words(row) for row in rows[:SAID])
     evidence = {**alert.evidence, KEY: plain(rows)}
-    return replace(alert, message=f"{alert.message}; largest |log-ratio|: {said}", evidence=evidence)
+    return replace(alert, message=f"{alert.message}; {in_words(rows[:SAID])}", evidence=evidence)
 
 
-def in_words(row: Mapping[str, Any]) -> str:
-    """``-9.31 nats at position 403 of sequence 12, rank 0``."""
-    return f"{row['value']:.3g} nats at position {row['position']} of sequence {row['sequence']}, rank {row['rank']}"
+def in_words(rows: Sequence[Mapping[str, Any]]) -> str:
+    """``worst tokens -9.31, 8.02 nats at 12:403, 7:19 (sequence:position)``, the rank first where there are more."""
+    ranks = any(row["rank"] > 0 for row in rows)
+    values = ", ".join(f"{row['value']:.3g}" for row in rows)
+    places = ", ".join(f"{row['rank']}/" * ranks + f"{row['sequence']}:{row['position']}" for row in rows)
+    return f"worst tokens {values} nats at {places} ({'rank/' * ranks}sequence:position)"
