@@ -561,6 +561,17 @@ def test_nan_says_nothing_and_a_signal_that_is_seldom_logged_is_not_nan(tmp_path
     assert replay(high, infinite, 10).alerts[0].step == 2
 
 
+def test_what_is_forgotten_is_not_taken_for_nan(tmp_path: Path) -> None:
+    when = '{ scalar = "loss", measure = "nonfinite", above = 0 }, { scalar = "rare", above = 0 }'
+    rules = rules_of(tmp_path, when, for_steps=10)
+    with Monitor(None, RuleBook(rules)) as monitor:
+        for step in range(1, 1651):  # not finite at the last 9 steps at which both came
+            rare = {"rare": 1.0} if step % 100 == 0 else {}
+            scalars = {"loss": math.nan if rare and step >= 800 else 0.1, **rare}
+            monitor.observe(step, None, scalars)
+        assert [alert for alert in monitor.alerts if alert.name == "r"] == []
+
+
 def test_training_that_goes_back_is_judged_anew(tmp_path: Path) -> None:
     rules = rules_of(tmp_path, '{ scalar = "x", above = 1 }', cool_down=50)
     book, history = RuleBook(rules), Recorded(5)

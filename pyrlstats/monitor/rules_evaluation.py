@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyrlstats.monitor.alerts import Alert, History
-from pyrlstats.monitor.history import LONGEST
+from pyrlstats.monitor.history import DEPTH, LONGEST
 from pyrlstats.monitor.monitor import _rank
 from pyrlstats.monitor.rules import Condition, Rule, RuleSet, load_rules
 from pyrlstats.monitor.rules_measures import Floats, at_end, holds, measured
@@ -51,7 +51,7 @@ class RuleBook:
         self._seen: set[str] = set()
         self._steps = 0
         self._told = False
-        self._presence = Presence()
+        self._presence = Presence(max(DEPTH, self.depth))
         self._cool_downs = {rule.name: rule.cool_down for rule in rules.rules}
 
     @property
@@ -117,9 +117,14 @@ def signals_needed(rules: RuleSet) -> tuple[str, ...]:
 
 
 class Presence:
-    """The last steps at which a signal was there, NaN or not: a history cannot tell a NaN from an absent signal."""
+    """The last steps at which a signal was there, NaN or not: a history cannot tell a NaN from an absent signal.
 
-    def __init__(self) -> None:
+    Args:
+        depth: steps kept of each signal, no more than the history keeps, which would be taken for NaN.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
         self._steps: dict[str, deque[int]] = {}
 
     def add(self, step: int, signals: Mapping[str, float], bounds: Sequence[Bound]) -> None:
@@ -128,7 +133,7 @@ class Presence:
             for signal in bound.signals:
                 key = signal.first.key
                 if signal.condition.measure == "nonfinite" and key is not None and key in signals:
-                    kept = self._steps.setdefault(key, deque(maxlen=LONGEST))
+                    kept = self._steps.setdefault(key, deque(maxlen=self._depth))
                     while kept and kept[-1] >= step:  # training went back
                         kept.pop()
                     kept.append(step)
