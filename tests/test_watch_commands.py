@@ -273,7 +273,7 @@ def test_replay_says_what_would_have_alarmed(folder: Path, tmp_path: Path) -> No
     assert record.evidence["conditions"][0]["value"] == kl[first - 1]
     done = call("replay", folder, "--rules", own, "--warmup", 30)
     assert f"step {first} stop mine policy update" in done.stdout
-    assert "46 rules over 80 steps (1 to 80), baseline of 30: 1 stop, " in done.stdout
+    assert "47 rules over 80 steps (1 to 80), baseline of 30: 1 stop, " in done.stdout
     assert "rules have nothing to look at" in done.stderr
 
 
@@ -291,7 +291,7 @@ def test_rules_are_listed_explained_and_checked(tmp_path: Path) -> None:
     good, bad = tmp_path / "good.toml", tmp_path / "bad.toml"
     good.write_text('disable = ["grad-*"]')
     bad.write_text('[[rules]]\nname = "x"')
-    assert "good.toml: no errors; 41 rules in all" in call("rules", good).stdout.replace("\n", "")
+    assert "good.toml: no errors; 42 rules in all" in call("rules", good).stdout.replace("\n", "")
     done = call("rules", bad)
     assert done.exit_code == 3
     assert f"{bad}: rule 'x': level: is missing" in done.stderr
