@@ -59,9 +59,7 @@ def examine(console: Console, *, test: bool = True) -> bool:
     console.print(f"used here: {escape(', '.join(chosen()))}")
     extension = info["extension"]
     if extension is None:
-        console.print(
-            "the extension is not built: pip install . with a C++17 compiler makes the CPU several times faster"
-        )
+        console.print(f"the compiled extension is missing, several times faster: {escape(_dispatch.cure_of_extension())}")
     else:
         console.print(f"extension: {escape(', '.join(f'{key} {value}' for key, value in extension.items()))}")
     packages = Table(box=box.SIMPLE_HEAD, title="optional extras", title_justify="left", padding=(0, 1))
