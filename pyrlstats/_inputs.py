@@ -87,8 +87,7 @@ def _as_array(name: str, value: Any) -> Array:
                 f"{name}: NumPy cannot read this DLPack object ({error}); import torch to read it"
             ) from error
     raise TypeError(
-        f"{name} must be a torch tensor, a NumPy array or a DLPack object, got {kind.__name__}: "
-        + _cure_of(value)
+        f"{name} must be a torch tensor, a NumPy array or a DLPack object, got {kind.__name__}: " + _cure_of(value)
     )
 
 

@@ -82,7 +82,9 @@ class View:
             statistic = getattr(type(self), name, None)
             if isinstance(statistic, Statistic):
                 return statistic.__get__(self, type(self))  # Python came here for its AttributeError: raise it
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{_nearest(name, type(self))}")
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}{_nearest(name, type(self))}"
+            )
 
     def quantile(self, q: Numbers) -> Array:
         """Quantile of x, in its unit: 0-d for a number, (len(q),) for a sequence; see :func:`quantiles.quantile`.

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import pyrlstats
-from pyrlstats import Layout, SliceAccumulator, SliceStats, slice_stats
+from pyrlstats import Layout, SliceAccumulator, SliceStats, _dispatch, slice_stats
 from pyrlstats.slice_stats import SCALARS, percentile_name
 
 X = torch.tensor([0.5, -0.25, 0.0, 2.0, math.nan, -1.0])
@@ -589,6 +589,18 @@ def test_build_info():
     else:
         assert info["extension"] is None
     json.dumps(info)
+
+
+@pytest.mark.parametrize("in_tree", [True, False])
+def test_the_cure_of_a_missing_extension(in_tree, tmp_path, monkeypatch):
+    if in_tree:
+        (tmp_path / "pyproject.toml").touch()
+    monkeypatch.setattr(_dispatch, "__file__", str(tmp_path / "pyrlstats" / "_dispatch.py"))
+    monkeypatch.setitem(_dispatch.BACKENDS, "cpp", ("pyrlstats.no_such_backend", (None, "cpu")))
+    error = ImportError("cannot import name '_core'", name="pyrlstats")
+    monkeypatch.setattr(_dispatch.importlib, "import_module", lambda name: (_ for _ in ()).throw(error))
+    cure = "you are importing the source tree" if in_tree else "pip install . in the source tree"
+    assert cure in _dispatch.unavailable("cpp")
 
 
 def run_python(code: str) -> str:

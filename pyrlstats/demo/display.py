@@ -11,8 +11,10 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from pyrlstats.demo.reading import FEW
 from pyrlstats.demo.training import Score, Step
 from pyrlstats.demo.windows import Window
+from pyrlstats.intervals import abs_quantile_interval
 from pyrlstats.slice_stats import SliceStats
 
 EVERY = 5  # steps between two tables
@@ -22,21 +24,27 @@ COLUMNS = ("slice", "tokens", "ESS", "p99.9 |x|", "clipped", "KL k3")
 
 
 def cells(stats: SliceStats) -> list[Cells]:
-    """One row a slice, as :data:`COLUMNS`."""
+    """One row a slice, as :data:`COLUMNS`; ``~`` before a quantile that few tokens lie beyond."""
     values = stats.to_dict()
+    few = few_beyond(stats, 0.999)
     rows = []
     for name in stats:
         row = [name, f"{values[f'{name}/n_tokens']:,}"]
         for key, form in (
-            ("ess_fraction", "{:.1%}"),
-            ("abs_log_ratio_p99_9", "{:.3f}"),
-            ("clip_fraction", "{:.1%}"),
-            ("kl_k3", "{:.4f}"),
+            ("ess_fraction", "{:.2%}"),
+            ("abs_log_ratio_p99_9", "~{:.3f}" if few[name] else "{:.3f}"),
+            ("clip_fraction", "{:.2%}"),
+            ("kl_k3", "{:.2e}"),
         ):
             value = values[f"{name}/{key}"]
             row.append("-" if math.isnan(value) else form.format(value))
         rows.append(row)
     return rows
+
+
+def few_beyond(stats: SliceStats, q: float) -> dict[str, bool]:
+    """Of which slices fewer than ten tokens lie beyond a quantile of abs(x)."""
+    return {name: not bool(abs_quantile_interval(stats[name], q).reliable) for name in stats}
 
 
 class Display(Protocol):
@@ -156,7 +164,7 @@ class LiveDisplay:
 def _table(step: Step) -> Table:
     table = Table(
         title=f"step {step.number}: {describe(step.score)}",
-        caption="x: log-ratio, learner - sampler, nats; all updates of the step",
+        caption=f"x: log-ratio, learner - sampler, nats; all updates of the step. {FEW}",
         title_justify="left",
         caption_justify="left",
     )

@@ -59,7 +59,9 @@ def examine(console: Console, *, test: bool = True) -> bool:
     console.print(f"used here: {escape(', '.join(chosen()))}")
     extension = info["extension"]
     if extension is None:
-        console.print(f"the compiled extension is missing, several times faster: {escape(_dispatch.cure_of_extension())}")
+        console.print(
+            f"the compiled extension is missing, several times faster: {escape(_dispatch.cure_of_extension())}"
+        )
     else:
         console.print(f"extension: {escape(', '.join(f'{key} {value}' for key, value in extension.items()))}")
     packages = Table(box=box.SIMPLE_HEAD, title="optional extras", title_justify="left", padding=(0, 1))
