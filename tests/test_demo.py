@@ -248,7 +248,7 @@ def test_quick_run_leaves_its_files(quick_run: tuple[Path, str]) -> None:
     assert "\x1b" not in output
     assert all(line in output for line in ("untrained:", "step 4/4", "post_tool", "report.html"))
     assert re.search(
-        r"how to read this:\n  x, the log-ratio, .*\n  In step 4 the far tail is largest in \w+: p99.9 ", output
+        r"how to read this:\n  x, the log-ratio, .*\n  In step 4 the far tail is longest in \w+: p99.9 is ", output
     )
     assert re.search(r"  text +\d+ +[\d.]+% +~[\d.]+ ", output), "fewer than 10 tokens beyond"
     assert re.search(r"next: python\S* -m pyrlstats watch --once demo_run, check demo_run, report demo_run\n", output)

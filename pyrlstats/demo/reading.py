@@ -7,9 +7,10 @@ from pyrlstats.demo.windows import Window
 FEW = "~: fewer than 10 tokens lie beyond, so that it is hardly more than the largest one"
 
 HOW = (
-    "x, the log-ratio, is how far the learner's log-probability of a token has moved from the sampler's, in nats; it "
-    "would be 0 on-policy, and grows here with every update that uses the same batch again. One token in a thousand is "
-    "further than p99.9; ESS is the share of the tokens that still carries weight; clipped ones teach nothing more."
+    "x, the log-ratio, is how far the learner's log-probability of a token has moved from the sampler's, in nats: 0 "
+    "on-policy, and more with every update that uses the same batch again. One token in a thousand is further than "
+    "p99.9. ESS is the share of the tokens that still carries weight. Clipped are ratios outside the clip range, many "
+    "of which give no gradient."
 )
 
 
@@ -24,9 +25,11 @@ def reading(first: Window, last: Window) -> list[str]:
     weights = {name: now[f"{name}/ess_fraction"] for name in tails}
     weakest = min(weights, key=lambda name: weights[name])
     before = then[f"{most}/abs_log_ratio_p99_9"]
-    found = f"In {last.name} the far tail is largest in {most}: p99.9 {tails[most]:.3g}, {before:.3g} in {first.name}"
+    found = f"In {last.name} the far tail is longest in {most}: p99.9 is {tails[most]:.3g} nats"
+    if before == before and first.name != last.name:
+        found += f", and was {before:.3g} in {first.name}"
     if tails[least] > 0.0 and least != most:
-        found += f"; that is {tails[most] / tails[least]:.1f} times that of {least}"
+        found += f". It is {tails[most] / tails[least]:.1f} times that of {least}"
     return [
         HOW,
         f"{found}. ESS is lowest in {weakest}: {weights[weakest]:.2%}.",

@@ -17,7 +17,7 @@ from pyrlstats.monitor.worst import KEY
 from pyrlstats.watch.judging import judge
 from pyrlstats.watch.pooling import pool
 from pyrlstats.watch.runs import Run
-from pyrlstats.watch.summary import FIGURES, Summary, counted, summarise
+from pyrlstats.watch.summary import FIGURES, Summary, counted, shortened, summarise
 
 WORST = ("value", "rank", "sequence", "position")  # of a token
 POINTS = 200  # groups of steps that are drawn
@@ -61,6 +61,7 @@ def _render(name: str, summary: Summary, **more: Any) -> str:
         untold=len(alerts) - len(alerts[:MOST_ALERTS]),
         counted=counted(alerts),
         scalars=last_scalars(summary),
+        shortened=shortened,
         version=version(),
         **more,
     )

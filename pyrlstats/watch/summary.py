@@ -127,6 +127,11 @@ def cells_of(group: Group, name: str) -> tuple[str, ...]:
     return tuple(number(values[f"{name}/{key}"] if key else lost, form) for _, key, form in _FIGURES)
 
 
+def shortened(notice: str) -> str:
+    """A notice without its lists: what stands before the first parenthesis."""
+    return notice.partition(" (")[0]
+
+
 def number(value: float, form: str) -> str:
     """A figure in words; a dash for one that has no value."""
     return "-" if value != value else form.format(value)

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from pyrlstats.monitor.alerts import LEVELS, Alert
 from pyrlstats.watch.live import View
-from pyrlstats.watch.summary import counted, number, pareto_k
+from pyrlstats.watch.summary import counted, number, pareto_k, shortened
 
 Floats = NDArray[np.float64]
 
@@ -60,7 +60,9 @@ class Frame:
             yield _scalars(view, width - 2, scalars)
             yield alerts
         if view.notices:
-            yield Text("; ".join(view.notices), style="dim", no_wrap=self._height is not None, overflow="ellipsis")
+            yield Text(
+                "; ".join(map(shortened, view.notices)), style="dim", no_wrap=self._height is not None, overflow="ellipsis"
+            )
 
     def _room(self, wide: bool) -> tuple[int, int, bool]:
         """How many scalars and alerts fit, and whether an alert has one line only."""
