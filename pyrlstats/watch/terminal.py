@@ -61,7 +61,10 @@ class Frame:
             yield alerts
         if view.notices:
             yield Text(
-                "; ".join(map(shortened, view.notices)), style="dim", no_wrap=self._height is not None, overflow="ellipsis"
+                "; ".join(map(shortened, view.notices)),
+                style="dim",
+                no_wrap=self._height is not None,
+                overflow="ellipsis",
             )
 
     def _room(self, wide: bool) -> tuple[int, int, bool]:
