@@ -44,7 +44,7 @@ def heavy(tmp_path_factory):
     from pyrlstats.monitor.rules_evaluation import RuleBook
 
     folder = tmp_path_factory.mktemp("heavy")
-    monitor = run(Monitor(folder, RuleBook.load(), baseline=BASELINE), range(130))
+    monitor = run(Monitor(folder, RuleBook.load(), baseline=BASELINE), range(145))
     monitor.close()
     return folder, monitor
 
@@ -66,9 +66,9 @@ def test_growth_of_pareto_k_is_found_and_localised(heavy):
     assert "growth" not in first.evidence
     assert 0.004 < first.evidence["slope_per_step"] < 0.02
     assert first.evidence["doubling_steps"] == "nan"
-    # k passes 0.7 at step 100, and the median of 30 steps some 15 steps later
+    # k passes 0.7 at step 100, and the median of 50 steps some 25 steps later
     assert (rule.name, rule.level, rule.slice) == ("pareto-k-high", "warning", "post_tool")
-    assert 105 < rule.step < 128
+    assert 115 < rule.step < 140
     assert monitor.lost == {}
 
 
@@ -76,7 +76,7 @@ def test_resumed_it_is_the_same(heavy, tmp_path):
     folder, whole = heavy
     from pyrlstats.monitor.rules_evaluation import RuleBook
 
-    for steps in (range(55), range(55, 73), range(73, 130)):
+    for steps in (range(55), range(55, 73), range(73, 145)):
         monitor = run(Monitor(tmp_path, RuleBook.load(), baseline=BASELINE), steps)
         monitor.close()
     assert monitor.alerts == whole.alerts
@@ -85,7 +85,7 @@ def test_resumed_it_is_the_same(heavy, tmp_path):
     assert records[100].tails.sample_size == SIZE
     assert records[100].tails.figures == pytest.approx(shape_at(100, heavier(100)).to_dict())
     resumed = Monitor(tmp_path, baseline=BASELINE)
-    resumed.observe(130, stats_at(130), tails=shape_at(130, sample_size=SIZE // 2))
+    resumed.observe(145, stats_at(145), tails=shape_at(145, sample_size=SIZE // 2))
     assert resumed.lost == {"tails": 1}
     resumed.close()
 
@@ -102,6 +102,16 @@ def test_what_cannot_be_compared_is_refused_and_said_once(tmp_path, caplog):
     assert sum("sample_size" in message for message in caplog.messages) == 1
     assert [record.tails is not None for record in RunReader(tmp_path).steps] == [False, False, True, False, False]
     assert all(record.has_stats for record in RunReader(tmp_path).steps)
+
+
+def test_a_capacity_that_is_too_small_is_said_once(caplog):
+    monitor = Monitor()
+    for step in range(3):
+        tails = shape_at(step)
+        small = TailShape(NAMES, tails.largest[:, :50], tails.n, SIZE)
+        monitor.observe(step, stats_at(step), tails=small)
+    assert monitor.lost == {"tails": 3}
+    assert sum("capacity of 50" in message for message in caplog.messages) == 1
 
 
 def test_a_run_without_tails_shares_its_false_alarms_among_the_rest():

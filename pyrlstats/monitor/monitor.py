@@ -207,7 +207,11 @@ class Monitor:
         if tails is None:
             return None
         try:
-            return taken(tails, stats, self._watcher.tail_sample_size)
+            far = taken(tails, stats, self._watcher.tail_sample_size)
+            cut = [name for name, reason in tails.reasons().items() if reason == "capacity"]
+            if cut:
+                self._lose("tails", ValueError(f"a capacity of {tails.capacity} is too small for k-hat of {cut}"))
+            return far
         except Exception as error:
             self._lose("tails", error)
             return None
