@@ -21,6 +21,7 @@ import torch
 import pyrlstats
 from pyrlstats.demo import records
 from pyrlstats.demo.calculator import calculate
+from pyrlstats.demo.display import percent
 from pyrlstats.demo.policy import Policy
 from pyrlstats.demo.rollout import Rollout, sample
 from pyrlstats.demo.slices import NAMES, Role, slices_of
@@ -252,6 +253,10 @@ def test_quick_run_leaves_its_files(quick_run: tuple[Path, str]) -> None:
     )
     assert re.search(r"  text +\d+ +[\d.]+% +~[\d.]+ ", output), "fewer than 10 tokens beyond"
     assert re.search(r"next: python\S* -m pyrlstats watch --once demo_run, check demo_run, report demo_run\n", output)
+
+
+def test_shares_that_are_not_quite_all() -> None:
+    assert [percent(share) for share in (1.0, 0.99999, 0.9999, 0.5)] == ["100.00%", ">99.99%", "99.99%", "50.00%"]
 
 
 def test_what_it_leaves_is_a_run_like_any_other(quick_run: tuple[Path, str], tmp_path: Path) -> None:

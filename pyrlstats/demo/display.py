@@ -11,7 +11,6 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from pyrlstats.demo.reading import FEW
 from pyrlstats.demo.training import Score, Step
 from pyrlstats.demo.windows import Window
 from pyrlstats.intervals import abs_quantile_interval
@@ -20,6 +19,7 @@ from pyrlstats.slice_stats import SliceStats
 EVERY = 5  # steps between two tables
 
 Cells = list[str]
+FEW = "~: fewer than 10 tokens lie beyond, so that it is hardly more than the largest one"
 COLUMNS = ("slice", "tokens", "ESS", "p99.9 |x|", "clipped", "KL k3")
 
 
@@ -37,9 +37,15 @@ def cells(stats: SliceStats) -> list[Cells]:
             ("kl_k3", "{:.2e}"),
         ):
             value = values[f"{name}/{key}"]
-            row.append("-" if math.isnan(value) else form.format(value))
+            row.append("-" if math.isnan(value) else percent(value) if form == "{:.2%}" else form.format(value))
         rows.append(row)
     return rows
+
+
+def percent(share: float) -> str:
+    """Two decimals; what is not quite all is not called all."""
+    text = f"{share:.2%}"
+    return ">99.99%" if text == "100.00%" and share < 1.0 else text
 
 
 def few_beyond(stats: SliceStats, q: float) -> dict[str, bool]:
@@ -78,7 +84,10 @@ def tail_line(window: Window) -> str:
     """``steps 49 to 60, p99.9 of |log-ratio| in nats: text 0.031, ...``."""
     values = window.stats.to_dict()
     filled = [name for name in window.stats if values[f"{name}/n_finite"]]
-    tails = ", ".join(f"{name} {values[f'{name}/abs_log_ratio_p99_9']:.3g}" for name in filled)
+    few = few_beyond(window.stats, 0.999)
+    tails = ", ".join(
+        f"{name} {'~' if few[name] else ''}{values[f'{name}/abs_log_ratio_p99_9']:.3g}" for name in filled
+    )
     return f"{window.name}, p99.9 of |log-ratio| in nats: {tails}"
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from pyrlstats.demo.display import percent
 from pyrlstats.demo.windows import Window
-
-FEW = "~: fewer than 10 tokens lie beyond, so that it is hardly more than the largest one"
 
 HOW = (
     "x, the log-ratio, is how far the learner's log-probability of a token has moved from the sampler's, in nats: 0 "
@@ -32,7 +31,7 @@ def reading(first: Window, last: Window) -> list[str]:
         found += f". It is {tails[most] / tails[least]:.1f} times that of {least}"
     return [
         HOW,
-        f"{found}. ESS is lowest in {weakest}: {weights[weakest]:.2%}.",
+        f"{found}. ESS is lowest in {weakest}: {percent(weights[weakest])}.",
         "A figure over all tokens would mix the slices. Look for a slice whose tail goes on growing while the reward "
         "no longer does.",
     ]

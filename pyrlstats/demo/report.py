@@ -10,8 +10,8 @@ from typing import Any
 import jinja2
 import torch
 
-from pyrlstats.demo.display import describe, few_beyond, tail_line
-from pyrlstats.demo.reading import FEW, reading
+from pyrlstats.demo.display import FEW, describe, few_beyond, percent, tail_line
+from pyrlstats.demo.reading import reading
 from pyrlstats.demo.rollout import Rollout
 from pyrlstats.demo.slices import NAMES, Role
 from pyrlstats.demo.task import SYMBOLS
@@ -100,7 +100,7 @@ def _rows(stats: SliceStats) -> list[tuple[str, list[str]]]:
 
 
 def _cell(value: float, form: str) -> str:
-    return "-" if value != value else form.format(value)
+    return "-" if value != value else percent(value) if form == "{:.2%}" else form.format(value)
 
 
 def _pieces(tokens: torch.Tensor, roles: torch.Tensor) -> list[tuple[str, str]]:

@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from pyrlstats.demo import records
-from pyrlstats.demo.display import Display, choose_display, describe, tail_line
+from pyrlstats.demo.display import FEW, Display, choose_display, describe, tail_line
 from pyrlstats.demo.figures import draw
 from pyrlstats.demo.interrupt import Interrupt
-from pyrlstats.demo.reading import FEW, reading
+from pyrlstats.demo.reading import reading
 from pyrlstats.demo.report import write_page
 from pyrlstats.demo.rollout import sample
 from pyrlstats.demo.training import Score, Settings, Step, Trainer
