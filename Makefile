@@ -41,6 +41,7 @@ fuzz: $(VENV)/.package
 
 # torch comes first, so that the user's choice is kept; then the package, as a user would install it
 $(VENV)/.package: $(SOURCES)
+	@echo "installing $(TORCH), then pyrlstats, into $(VENV): minutes, in which pip says nothing"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip
 	$(PIP) "$(TORCH)"

@@ -1,6 +1,6 @@
 """How k-hat and Hill's estimate scatter, how k-hat grows with the number of tokens, and how far it is from arviz-stats.
 
-``PYTHONPATH=. python benchmarks/k_hat.py`` runs from a source tree; the random data depend on nothing else.
+``python benchmarks/k_hat.py`` runs from a source tree and needs arviz-stats; the random data depend on nothing else.
 """
 
 from __future__ import annotations

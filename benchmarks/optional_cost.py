@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from typing import Any
 
@@ -18,6 +19,7 @@ def masks_in_runs(rows: int) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     everything: dict[str, Any] = {"entropy": True, "probabilities": True, "truncate": (0.5, 2.0), "sequences": True}
     for rows, calls in ((64, 25), (8192, 7)):
         logp = torch.randn(rows, WIDTH) * 0.01 - 1.0

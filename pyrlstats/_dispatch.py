@@ -6,6 +6,7 @@ import functools
 import importlib
 import os
 import warnings
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -35,9 +36,20 @@ def unavailable(name: str) -> str | None:
     try:
         module = _module(name)
     except ImportError as error:
-        return f"it cannot be imported ({error}): pip install {error.name or name}"
+        cure = cure_of_extension() if error.name == "pyrlstats" else f"pip install {error.name or name}"
+        return f"it cannot be imported ({error}): {cure}"
     reason: str | None = getattr(module, "unavailable_reason", lambda: None)()
     return reason
+
+
+def cure_of_extension() -> str:
+    """What to do where ``pyrlstats._core`` is missing."""
+    if (Path(__file__).parents[1] / "pyproject.toml").is_file():
+        return (
+            "you are importing the source tree, which has no compiled extension: leave its folder to import the "
+            "installed package, or pip install -e ."
+        )
+    return "pip install . in the source tree, with a C++17 compiler"
 
 
 def _module(name: str) -> ModuleType:

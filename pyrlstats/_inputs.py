@@ -87,9 +87,14 @@ def _as_array(name: str, value: Any) -> Array:
                 f"{name}: NumPy cannot read this DLPack object ({error}); import torch to read it"
             ) from error
     raise TypeError(
-        f"{name} must be a torch tensor, a NumPy array or a DLPack object, got {kind.__name__}: "
-        "convert it with torch.as_tensor or numpy.asarray"
+        f"{name} must be a torch tensor, a NumPy array or a DLPack object, got {kind.__name__}: " + _cure_of(value)
     )
+
+
+def _cure_of(value: Any) -> str:
+    if isinstance(value, (list, tuple)) and any(map(_is_array, value)):
+        return "join them with torch.stack, or packed with torch.cat"
+    return "convert it with torch.as_tensor or numpy.asarray"
 
 
 @functools.cache
@@ -100,7 +105,11 @@ def _dtype_name(dtype: Any) -> str:
 def _check_dtype(name: str, array: Array, accepted: tuple[str, ...]) -> None:
     dtype = _dtype_name(array.dtype)
     if dtype not in accepted:
-        raise TypeError(f"{name} must have one of the dtypes {', '.join(accepted)}, got {dtype}")
+        cure = ""
+        if name in ("logp", "old_logp") and dtype in _INTEGERS:
+            floats = '.astype("float32")' if isinstance(array, np.ndarray) else ".float()"
+            cure = f": are these token ids? If they are log-probabilities, convert them with {floats}"
+        raise TypeError(f"{name} must have one of the dtypes {', '.join(accepted)}, got {dtype}{cure}")
 
 
 def device_of(array: Array) -> Any:
@@ -149,7 +158,8 @@ def _broadcast(name: str, array: Array, shape: tuple[int, ...]) -> Array:
             return np.broadcast_to(array, shape)
         return array.expand(shape)
     except (ValueError, RuntimeError):
-        raise ValueError(f"{name} must broadcast to logp's shape {shape}, got {tuple(array.shape)}") from None
+        cure = ": one value a row is given as [:, None]" if array.shape == shape[:1] else ""
+        raise ValueError(f"{name} must broadcast to logp's shape {shape}, got {tuple(array.shape)}{cure}") from None
 
 
 def gate(
@@ -286,7 +296,9 @@ def masks_by_name(masks: Masks, names: tuple[str, ...]) -> list[Any]:
         missing = [name for name in names if name not in masks]
         unknown = [name for name in masks if name not in names]
         if missing or unknown:
-            raise ValueError(f"masks must hold exactly the slices {list(names)}: missing {missing}, unknown {unknown}")
+            wrong = [f"{word} {which}" for word, which in (("missing", missing), ("unknown", unknown)) if which]
+            cure = ": name every slice where the accumulator is made" if unknown else ""
+            raise ValueError(f"masks must hold exactly the slices {list(names)}: {', '.join(wrong)}{cure}")
         return [masks[name] for name in names]
     if _is_array(masks):
         if len(names) != 1:

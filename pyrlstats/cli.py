@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 from pyrlstats._build import build_info, version
@@ -16,7 +17,8 @@ try:
     import typer
 except ModuleNotFoundError as error:
     if not TYPE_CHECKING:
-        raise SystemExit(f"pyrlstats: the command line needs {error.name}: pip install 'pyrlstats[demo]'") from None
+        extra = next((word for word in sys.argv[1:2] if word in ("demo", "bench")), "watch")
+        raise SystemExit(f"pyrlstats: the command line needs {error.name}: pip install 'pyrlstats[{extra}]'") from None
 
 
 def info() -> None:

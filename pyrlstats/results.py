@@ -37,13 +37,18 @@ class Statistic:
     def __init__(self, function: Callable[[State], Array], group: str | None = None) -> None:
         self.function = function
         self.group = group
+        self.name = ""
         self.__doc__ = function.__doc__
+
+    def __set_name__(self, owner: type[View], name: str) -> None:
+        self.name = name
 
     def __get__(self, view: View | None, owner: type[View]) -> Any:
         if view is None:
             return self
         if not self.is_in(view._stats.state):
-            raise AttributeError(f"not asked for: {OPTION_OF.get(self.group or '', OPTION_OF['sequences'])} adds it")
+            option = OPTION_OF.get(self.group or "", OPTION_OF["sequences"])
+            raise AttributeError(f"{self.name} was not asked for: {option} adds it")
         return view._stats._evaluate(self.function)[view._index]
 
     def is_in(self, state: State) -> bool:
@@ -70,6 +75,16 @@ class View:
     def __init__(self, stats: Statistics[Any], index: int) -> None:
         self._stats = stats
         self._index = index
+
+    if not TYPE_CHECKING:  # a type checker should go on refusing unknown names
+
+        def __getattr__(self, name: str) -> Any:
+            statistic = getattr(type(self), name, None)
+            if isinstance(statistic, Statistic):
+                return statistic.__get__(self, type(self))  # Python came here for its AttributeError: raise it
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}{_nearest(name, type(self))}"
+            )
 
     def quantile(self, q: Numbers) -> Array:
         """Quantile of x, in its unit: 0-d for a number, (len(q),) for a sequence; see :func:`quantiles.quantile`.
@@ -158,7 +173,11 @@ class Statistics(Mapping[str, OneView], Generic[OneView]):
             if isinstance(attribute, property):
                 return attribute.fget(self)  # Python came here for its AttributeError: raise it
             state = self.__dict__.get("state")
-            hint = f": slices are items, [{name!r}]" if state is not None and name in state.names else ""
+            hint = ""
+            if state is not None and name in state.names:
+                hint = f": slices are items, [{name!r}]"
+            elif state is not None and not name.startswith("_") and hasattr(self._view, name):
+                hint = f": choose a slice first, [{state.names[0]!r}].{name}"
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     def __getitem__(self, name: str) -> OneView:
@@ -346,22 +365,37 @@ class Statistics(Mapping[str, OneView], Generic[OneView]):
 
     def __repr__(self) -> str:
         """A table of the main statistics, slices down. Copies the state to the host."""
-        return _table(self._cells(self))
+        host = type(self)(self.state.to_host())
+        return "\n".join([_table(host._cells(self)), *host._remarks()])
+
+    def _remarks(self) -> list[str]:
+        """Lines below the table."""
+        n = self.n_out_of_range.item()
+        return [f"{n:,} out of range: their slice id names no slice"] if n else []
 
     def _repr_html_(self) -> str:
         from html import escape
 
-        head, *rows = self._cells(self)
+        host = type(self)(self.state.to_host())
+        head, *rows = host._cells(self)
         html = ["<table><thead><tr>", *(f"<th>{escape(cell)}</th>" for cell in head), "</tr></thead><tbody>"]
         for name, *cells in rows:
             html += [f"<tr><th>{escape(name)}</th>", *(f"<td>{escape(cell)}</td>" for cell in cells), "</tr>"]
-        return "".join([*html, "</tbody></table>"])
+        return "".join([*html, "</tbody></table>", *(f"<p>{escape(line)}</p>" for line in host._remarks())])
 
 
 @functools.lru_cache(maxsize=256)
 def percentile_name(q: float) -> str:
     """``p99_9`` for 0.999."""
     return f"p{100.0 * q:.10g}".replace(".", "_")
+
+
+def _nearest(name: str, owner: type) -> str:
+    """A hint at the public attribute of nearly this name."""
+    from difflib import get_close_matches
+
+    near = get_close_matches(name, [one for one in dir(owner) if not one.startswith("_")], n=1)
+    return f": did you mean {near[0]!r}?" if near else ""
 
 
 def _table(rows: list[list[str]]) -> str:

@@ -228,4 +228,4 @@ class SliceStats(Statistics[SliceView]):
             return self.state.group(name)
         except KeyError:
             option = OPTION_OF.get(name, OPTION_OF["sequences"])
-            raise AttributeError(f"not asked for: {option} adds it") from None
+            raise AttributeError(f"{name} was not asked for: {option} adds it") from None

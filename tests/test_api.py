@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import pyrlstats
-from pyrlstats import Layout, SliceAccumulator, SliceStats, slice_stats
+from pyrlstats import Layout, SliceAccumulator, SliceStats, _dispatch, slice_stats
 from pyrlstats.slice_stats import SCALARS, percentile_name
 
 X = torch.tensor([0.5, -0.25, 0.0, 2.0, math.nan, -1.0])
@@ -465,8 +465,13 @@ def test_update_with_wrong_slices_counts_nothing(masks):
 
 def test_missing_and_unknown_slices_are_named():
     accumulator = SliceAccumulator(["a", "b"])
-    with pytest.raises(ValueError, match=r"missing \['b'\], unknown \['c'\]"):
-        accumulator.update(X, ZEROS, {"a": MASKS["pre_tool"], "c": MASKS["pre_tool"]})
+    mask = MASKS["pre_tool"]
+    with pytest.raises(ValueError, match=r"missing \['b'\], unknown \['c'\]: name every slice where"):
+        accumulator.update(X, ZEROS, {"a": mask, "c": mask})
+    with pytest.raises(ValueError, match=r"\['a', 'b'\]: missing \['b'\]$"):
+        accumulator.update(X, ZEROS, {"a": mask})
+    with pytest.raises(ValueError, match=r"\['a', 'b'\]: unknown \['c'\]: name every slice where"):
+        accumulator.update(X, ZEROS, {"a": mask, "b": mask, "c": mask})
 
 
 def test_numpy_and_torch_updates_of_one_accumulator():
@@ -553,6 +558,13 @@ def test_repr():
     assert "(0.1, 0.3)" in repr(accumulator)
 
 
+def test_repr_tells_of_ids_out_of_range():
+    ids = torch.tensor([0, 1, 7, 7, -1, 0])
+    stats = slice_stats(X, ZEROS, slice_ids=ids, names=["a", "b"])
+    assert repr(stats).splitlines()[3:] == ["2 out of range: their slice id names no slice"]
+    assert stats._repr_html_().endswith("</table><p>2 out of range: their slice id names no slice</p>")
+
+
 def test_repr_html():
     html = slice_stats(X, ZEROS, {"<b>&": MASKS["pre_tool"], "b": MASKS["post_tool"]})._repr_html_()
     assert html.count("<tr>") == 3
@@ -577,6 +589,18 @@ def test_build_info():
     else:
         assert info["extension"] is None
     json.dumps(info)
+
+
+@pytest.mark.parametrize("in_tree", [True, False])
+def test_the_cure_of_a_missing_extension(in_tree, tmp_path, monkeypatch):
+    if in_tree:
+        (tmp_path / "pyproject.toml").touch()
+    monkeypatch.setattr(_dispatch, "__file__", str(tmp_path / "pyrlstats" / "_dispatch.py"))
+    monkeypatch.setitem(_dispatch.BACKENDS, "cpp", ("pyrlstats.no_such_backend", (None, "cpu")))
+    error = ImportError("cannot import name '_core'", name="pyrlstats")
+    monkeypatch.setattr(_dispatch.importlib, "import_module", lambda name: (_ for _ in ()).throw(error))
+    cure = "you are importing the source tree" if in_tree else "pip install . in the source tree"
+    assert cure in _dispatch.unavailable("cpp")
 
 
 def run_python(code: str) -> str:
@@ -682,3 +706,16 @@ def test_a_slice_asked_for_as_an_attribute():
     with pytest.raises(AttributeError, match=re.escape("no attribute 'late': slices are items, ['late']")):
         stats.late  # noqa: B018
     assert not hasattr(stats, "other")
+
+
+def test_hints_at_statistics():
+    stats = pyrlstats.slice_stats(np.ones(3, np.float32), np.zeros(3, np.float32), {"late": np.ones(3)})
+    with pytest.raises(AttributeError, match=re.escape("'ess_fracton': did you mean 'ess_fraction'?")):
+        stats["late"].ess_fracton  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no attribute 'quite_other'$"):
+        stats["late"].quite_other  # noqa: B018
+    with pytest.raises(AttributeError, match=re.escape("choose a slice first, ['late'].ess_fraction")):
+        stats.ess_fraction  # noqa: B018
+    with pytest.raises(AttributeError, match="sequence_ess_fraction was not asked for: sequences=True or cu_seqlens"):
+        stats["late"].sequence_ess_fraction  # noqa: B018
+    assert copy.copy(stats["late"]).n_tokens == 3

@@ -50,6 +50,8 @@ def test_shapes_differ(make, shape):
 @pytest.mark.parametrize("shape", [(4, 5), (5, 6), (3,), (4,), (4, 6, 1), (1, 4, 6), (0,)])
 def test_a_mask_that_does_not_broadcast_names_its_slice(shape):
     parts = ("mask of slice 'post_tool'", "logp's shape (4, 6)", f"got {shape}")
+    if shape == (4,):
+        parts += ("one value a row is given as [:, None]",)
     for make in (torch.ones, np.ones):
         logp = torch.zeros(4, 6) if make is torch.ones else np.zeros((4, 6), np.float32)
         refused(ValueError, parts, logp, logp, {"pre_tool": make((4, 6)), "post_tool": make(shape)})
@@ -123,8 +125,16 @@ def test_dtypes_of_slice_ids(dtype):
 def test_things_that_are_no_arrays(value):
     kind = type(value).__name__
     refused(TypeError, ("logp must be a torch tensor, a NumPy array or a DLPack object", f"got {kind}"), value, X)
-    refused(TypeError, ("old_logp must be a torch tensor", f"got {kind}", "torch.as_tensor"), X, value)
+    cure = "torch.cat" if isinstance(value, tuple) else "torch.as_tensor"
+    refused(TypeError, ("old_logp must be a torch tensor", f"got {kind}", cure), X, value)
     refused(TypeError, ("mask of slice 'a' must be a torch tensor", f"got {kind}"), X, X, {"a": value})
+
+
+def test_a_list_of_tensors_and_token_ids_have_cures_of_their_own():
+    refused(TypeError, ("got list: join them with torch.stack, or packed with torch.cat",), [X[0], X[1]], X)
+    refused(TypeError, ("got int64: are these token ids?", "with .float()"), X.long(), X)
+    zeros = np.zeros((4, 6), np.float32)
+    refused(TypeError, ("got int32: are these token ids?", 'with .astype("float32")'), zeros, zeros.astype("int32"))
 
 
 @pytest.mark.parametrize("masks", ["mask", 3, {1, 2}])

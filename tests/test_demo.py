@@ -19,13 +19,16 @@ import pytest
 import torch
 
 import pyrlstats
+from pyrlstats.demo import records
 from pyrlstats.demo.calculator import calculate
+from pyrlstats.demo.display import percent
 from pyrlstats.demo.policy import Policy
 from pyrlstats.demo.rollout import Rollout, sample
 from pyrlstats.demo.slices import NAMES, Role, slices_of
 from pyrlstats.demo.task import MAX_LENGTH, SYMBOLS, Environment, Problem, decode, draw_problem
-from pyrlstats.demo.training import Settings, Trainer, advantages, log_probabilities
+from pyrlstats.demo.training import Minibatch, Score, Settings, Step, Trainer, advantages, log_probabilities
 from pyrlstats.demo.warmup import random_episode
+from pyrlstats.monitor import RunReader
 
 TWO_STEPS = Problem("12*34+56?", ("12*34", "08+56"), "64")
 READ_BACK = Problem("#471902?", (), "471902")
@@ -231,9 +234,9 @@ def test_quick_run_leaves_its_files(quick_run: tuple[Path, str]) -> None:
     assert {path.name for path in folder.iterdir()} == {
         "report.html",
         "report.png",
-        "steps.jsonl",
         "summary.json",
         "last_step.npz",
+        *("run.json", "steps.jsonl", "alerts.jsonl", "alerts", "snapshots"),  # the monitor's run folder
     }
     assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")
     summary = strict((folder / "summary.json").read_text())
@@ -245,6 +248,45 @@ def test_quick_run_leaves_its_files(quick_run: tuple[Path, str]) -> None:
     assert list(summary["scores"]) == ["untrained", "after warm-up", "after training"]
     assert "\x1b" not in output
     assert all(line in output for line in ("untrained:", "step 4/4", "post_tool", "report.html"))
+    assert re.search(
+        r"how to read this:\n  x, the log-ratio, .*\n  In step 4 the far tail is longest in \w+: p99.9 is ", output
+    )
+    assert re.search(r"  text +\d+ +[\d.]+% +~[\d.]+ ", output), "fewer than 10 tokens beyond"
+    assert re.search(r"next: python\S* -m pyrlstats watch --once demo_run, check demo_run, report demo_run\n", output)
+
+
+def test_shares_that_are_not_quite_all() -> None:
+    assert [percent(share) for share in (1.0, 0.99999, 0.9999, 0.5)] == ["100.00%", ">99.99%", "99.99%", "50.00%"]
+
+
+def test_what_it_leaves_is_a_run_like_any_other(quick_run: tuple[Path, str], tmp_path: Path) -> None:
+    folder, _ = quick_run
+    seen = command("watch", "--once", str(folder), folder=tmp_path)
+    assert seen.returncode == 0, seen.stderr
+    assert all(word in seen.stdout for word in ("post_tool", "reward", "solved", "loss", "step 4", "quiet"))
+    checked = command("check", str(folder), folder=tmp_path)
+    assert (checked.returncode, checked.stdout) == (0, "4 steps (1 to 4): no alerts\n")
+    assert command("report", str(folder), folder=tmp_path).returncode == 0
+
+
+def test_a_second_demo_begins_anew_but_spares_other_runs(tmp_path: Path) -> None:
+    """What the first one left, and had not finished, is gone; a run of somebody else's is refused."""
+    for seed, steps in ((0, 3), (1, 2)):
+        monitor = records.begin(tmp_path, Settings(seed=seed))
+        for number in range(1, steps + 1):
+            one = pyrlstats.slice_stats(np.full(9, seed, "f4"), np.zeros(9, "f4"))
+            batch = Minibatch(torch.zeros(1), torch.zeros(1), {}, 0.5)
+            records.watch(monitor, Step(number, Score(0.25, 0.5), one, [batch]))
+        monitor.close()
+        records.prepare(tmp_path)
+    found = RunReader(tmp_path).steps
+    assert [record.step for record in found] == [1, 2]
+    assert found[0].scalars == {"reward": 0.25, "solved": 0.5, "loss": 0.5}
+    assert found[0].stats is not None
+    assert float(found[0].stats["all"].log_ratio_mean) == 1.0
+    (tmp_path / "summary.json").unlink()
+    with pytest.raises(FileExistsError, match="it holds another run"):
+        records.prepare(tmp_path)
 
 
 def test_page_is_self_contained(quick_run: tuple[Path, str]) -> None:
@@ -257,9 +299,10 @@ def test_page_is_self_contained(quick_run: tuple[Path, str]) -> None:
 
 def test_figures_of_the_last_step_follow_from_its_tokens(quick_run: tuple[Path, str]) -> None:
     folder, _ = quick_run
-    lines = [strict(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    figures = lines[-1]
+    recorded = RunReader(folder).steps
+    assert [record.step for record in recorded] == [1, 2, 3, 4]
+    assert recorded[-1].stats is not None
+    figures = recorded[-1].stats.to_dict()
     tokens = np.load(folder / "last_step.npz")
     for name in NAMES:
         x = (tokens["logp"] - tokens["old_logp"])[tokens[name]].astype(np.float64)

@@ -47,6 +47,14 @@ def test_every_statistic_is_on_a_page() -> None:
     assert not named("log_ratio_median", texts["core"])
 
 
+def test_the_first_code_of_the_readme_runs() -> None:
+    block = re.search(r"```python\n(.*?)```", (PAGES.parent / "README.md").read_text(), re.S)
+    assert block
+    found: dict[str, Any] = {}
+    exec(compile(block.group(1), "README.md", "exec"), found)
+    assert 0.9 < float(found["stats"]["post_tool"].ess_fraction) <= 1.0
+
+
 def test_the_one_call_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
     text = (PAGES.parent / "README.md").read_text()
     block = re.search(r"One call, one result:\n\n```python\n(.*?)```", text, re.S)

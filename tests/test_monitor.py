@@ -262,6 +262,32 @@ def test_the_baseline_waits_for_the_learning_rate():
     assert monitor.alerts == []
 
 
+def test_scalars_have_a_baseline_without_statistics(tmp_path):
+    """And a long run of them is resumed from what was remembered, not from its first line."""
+
+    class Asks:
+        def evaluate(self, step, signals, history):
+            known[step] = history.baseline("a"), history.spread("a"), history.baseline("late")
+            return []
+
+    known = {}
+    monitor = Monitor(tmp_path, rules=Asks(), baseline=20, skip=5)
+    for step in range(250):
+        scalars = {"a": float(step), "lr": min(step, 10) / 10} | ({"late": 1.0} if step > 100 else {})
+        stats = slice_stats(np.zeros(0, np.float32), np.zeros(0, np.float32)) if step % 2 else None  # without a token
+        monitor.observe(step, stats, scalars)
+    assert known[29] == (None, None, None)
+    assert known[30] == known[249] == (20.5, 1.4826 * 5.0, None)  # steps 11 to 30: the rate rose until 10
+    assert not monitor.frozen
+    monitor.close()
+    (tmp_path / "steps.jsonl").write_bytes(b"x" * (tmp_path / "steps.jsonl").stat().st_size)
+    known.clear()
+    resumed = Monitor(tmp_path, rules=Asks(), baseline=20, skip=5)
+    resumed.observe(250, None, {"a": 1.0, "lr": 0.5})
+    assert known == {250: (20.5, 1.4826 * 5.0, None)}
+    resumed.close()
+
+
 class Loud:
     """A rule that holds whenever the scalar is above 1."""
 

@@ -3,6 +3,7 @@
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,13 +11,14 @@ from source_tree import imported
 
 from pyrlstats.monitor.drift import CLIP, Drift, fit, slope_se, theil_sen
 from pyrlstats.monitor.growth import Limits, level
+from pyrlstats.monitor.rules import builtin_rules
 from pyrlstats.monitor.settings import Settings
-from pyrlstats.monitor.signals import Reference, against, least_noise, values_of
+from pyrlstats.monitor.signals import KEYS, Reference, against, least_noise, values_of
 from pyrlstats.monitor.thresholds import HORIZON, RATES, RHO_EDGES, WARMUPS, threshold
 from pyrlstats.slice_stats import SliceStats
 
-family, single, tokens, simulated = (
-    imported(f"benchmarks.detection.{name}") for name in ("family", "single", "tokens", "noise")
+family, single, together, tokens, simulated = (
+    imported(f"benchmarks.detection.{name}") for name in ("family", "single", "together", "tokens", "noise")
 )
 ar1 = simulated.ar1
 ROOT = Path(__file__).parent.parent
@@ -123,6 +125,30 @@ def test_stationary_runs_raise_few_warnings_and_no_stop(kind):
     assert (found.stop >= 0).mean() <= 0.01
 
 
+def test_rules_and_detectors_together_are_quiet_on_stationary_runs(monkeypatch):
+    kinds = ("AR(1), rho 0.5", "rho from 0 to 0.9, sd from 2 % to 50 %", "cycles of 8 steps")
+    monkeypatch.setattr(family, "STATIONARY", {kind: family.STATIONARY[kind] for kind in kinds})
+    for row in together.false_alarms(12, 1000, batch=12):
+        assert row["warnings"]["either"] <= 2 / 12
+        assert row["stops"]["either"] == 0.0
+        assert row["warnings"]["interval"][1] > 0.05
+
+
+def test_rules_see_what_grows_in_a_simulated_run():
+    values = np.array(list(family.STATIONARY["AR(1), rho 0.5"](np.random.default_rng(4), 1, 600)))[:, 0]
+    quiet = np.zeros((600, len(together.SCALARS)))
+    assert together.asked(builtin_rules(), together.table_of(values, quiet, np.zeros(60))) == {}
+    values[:, 2 * len(KEYS)] += np.log1p(0.005) * np.clip(np.arange(600) - 200, 0, None)  # p99.9 of post_tool
+    quiet[300:, list(together.SCALARS).index("entropy")] = -0.9
+    said = together.asked(builtin_rules(), together.table_of(values, quiet, np.zeros(60)))
+    assert set(said) == {"tail-growing", "tail-far-from-baseline", "one-slice-leaves-the-text", "entropy-collapse"}
+
+
+def test_intervals_of_shares():
+    assert together.wilson(0, 1000) == pytest.approx([0.0, 0.00383], abs=1e-5)
+    assert together.wilson(50, 1000) == pytest.approx([0.0381, 0.0653], abs=1e-4)
+
+
 def test_the_delays_of_one_signal():
     rng = np.random.default_rng(1)
     null, other = single.noise(rng, 3000), single.noise(rng, 1000)
@@ -166,9 +192,14 @@ def test_growth_of_few_tokens_is_found_while_the_global_mean_is_flat(monkeypatch
 
 
 def test_the_code_of_the_page_runs(tmp_path, monkeypatch, capsys):
-    code = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "monitor.md").read_text(), re.S)
+    first, *rest = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "monitor.md").read_text(), re.S)
     monkeypatch.chdir(tmp_path)
-    exec(compile(code.group(1), "monitor.md", "exec"), {})
+    exec(compile(first, "monitor.md", "exec"), {})
     said = [line.split()[1] for line in capsys.readouterr().out.splitlines()]
     assert said == ["warning", "stop"]
     assert "watched_run" in os.listdir(tmp_path)
+    pytest.importorskip("torch")
+    for code in rest:
+        ran: dict[str, Any] = {}
+        exec(compile(code, "monitor.md", "exec"), ran)
+        assert not ran["monitor"].lost

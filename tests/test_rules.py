@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,18 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from pyrlstats import slice_stats
 from pyrlstats.monitor import Monitor, RunReader
 from pyrlstats.monitor.alerts import Alert
+from pyrlstats.monitor.episodes import Episodes, Finding
+from pyrlstats.monitor.history import LONGEST, Rings, robust_spread
 from pyrlstats.monitor.rules import Condition, RuleError, RuleSet, builtin_rules, load_rules
 from pyrlstats.monitor.rules_evaluation import RuleBook
 from pyrlstats.monitor.rules_measures import measured
 from pyrlstats.monitor.rules_names import Aliases, as_number, is_statistic, quantile_level, split_key
 from pyrlstats.monitor.rules_replay import Table, replay
+from pyrlstats.watch.judging import ask_rules
+from pyrlstats.watch.runs import open_run
 
 Floats = NDArray[np.float64]
 
@@ -45,7 +51,7 @@ def rules_of(folder: Path, when: str, **fields: Any) -> RuleSet:
 
 def test_builtin_rules_are_about_every_link_of_the_loop() -> None:
     rules = builtin_rules()
-    assert len(rules.rules) == 45
+    assert len(rules.rules) == 46
     assert {rule.link for rule in rules.rules} == {
         "environment",
         "evaluation",
@@ -72,7 +78,7 @@ def test_a_file_adds_replaces_and_disables(tmp_path: Path) -> None:
     text += GOOD.replace('"mine"', '"entropy-floor"', 1).replace("above = 1", "below = 0.1")
     rules = load_rules(write(tmp_path, text))
     names = [rule.name for rule in rules.rules]
-    assert len(names) == 45 - 5 + 1
+    assert len(names) == 46 - 5 + 1
     assert not [name for name in names if name.startswith("grad-norm") or name == "steps-slower"]
     assert next(rule for rule in rules.rules if rule.name == "entropy-floor").title == "mine is high"
     assert rules.constants == {"kl_target": 0.05}
@@ -116,6 +122,8 @@ BAD = [
     ("above = 1", "above = 1, measure = 'robust_z', minus_scalar = 'b'", "when[0].measure: robust_z is of one signal"),
     ("when = [{", "for_steps = 0\nwhen = [{", "for_steps: Input should be greater than or equal to 1, got 0"),
     ("when = [{", "for_steps = true\nwhen = [{", "for_steps: Input should be a valid integer, got True"),
+    ("when = [{", "for_steps = 5000\nwhen = [{", "for_steps: 5000 with a window of 1 looks back 5000"),
+    ('scalar = "mine"', 'slice = "a", statistic = "n_nonfinite", measure = "robust_z"', "when[0].measure: robust_z"),
     ("when = [{", "for_step = 3\nwhen = [{", "for_step: no such field (did you mean 'for_steps'?)"),
 ]  # fmt: skip
 
@@ -299,8 +307,6 @@ class Recorded:
         return None if values is None else float(np.median(values))
 
     def spread(self, signal: str) -> float | None:
-        from pyrlstats.monitor.rules_replay import robust_spread
-
         values = self._finite(signal)
         return None if values is None else robust_spread(values)
 
@@ -309,7 +315,7 @@ def step_by_step(rules: RuleSet, table: Table, warmup: int = 20, memory: int = 1
     """The alerts with which episodes begin, asked as a monitor asks."""
     book, history = RuleBook(rules), Recorded(warmup, memory)
     told: list[Alert] = []
-    on: set[str] = set()
+    episodes = Episodes()
     for i, step in enumerate(table.steps.tolist()):
         signals = {}
         for key, column in table.signals.items():
@@ -318,8 +324,7 @@ def step_by_step(rules: RuleSet, table: Table, warmup: int = 20, memory: int = 1
                 signals[key] = float(column[i])
         history.add(step, signals)
         alerts = book.evaluate(step, signals, history)
-        told += [alert for alert in alerts if alert.key not in on]
-        on = {alert.key for alert in alerts}
+        told += episodes.tell([Finding(alert.key, alert, book.cool_down(alert)) for alert in alerts], i + 1, step)
     return told, book
 
 
@@ -381,6 +386,119 @@ def test_a_rule_waits_for_its_rarest_signal(tmp_path: Path) -> None:
     assert [alert.step for alert in one_by_one] == [30]
 
 
+LIVE = """
+[[rules]]
+name = "z"
+title = "t"
+level = "warning"
+link = "reward"
+when = [{ scalar = "x", measure = "robust_z", above = 4 }]
+for_steps = 3
+
+[[rules]]
+name = "z-of-a-slice"
+title = "t"
+level = "warning"
+link = "reward"
+slices = ["*"]
+when = [{ statistic = "kl_k3", take = "median", window = 5, measure = "robust_z", above = 4 }]
+
+[[rules]]
+name = "again"
+title = "t"
+level = "warning"
+link = "reward"
+when = [{ scalar = "again", above = 0.5 }]
+cool_down = 45
+
+[[rules]]
+name = "never-over"
+title = "t"
+level = "warning"
+link = "reward"
+when = [{ scalar = "again", above = 0.5 }]
+cool_down = 46
+
+[[rules]]
+name = "long"
+title = "t"
+level = "warning"
+link = "reward"
+when = [{ scalar = "x", take = "median", window = 900, measure = "ratio", above = 1.5 }]
+for_steps = 20
+
+[[rules]]
+name = "rare"
+title = "t"
+level = "warning"
+link = "evaluation"
+when = [{ scalar = "evaluation", take = "min", window = 12, measure = "ratio", above = 1.5 }]
+"""
+
+
+@pytest.mark.parametrize("with_statistics", [False, True])
+def test_a_monitor_and_a_replay_of_what_it_recorded_agree(tmp_path: Path, with_statistics: bool) -> None:
+    rules = load_rules(write(tmp_path, LIVE), builtin=False)
+    rng = np.random.default_rng(8)
+    folder = tmp_path / "run"
+    told: list[Alert] = []
+    monitor = Monitor(folder, RuleBook(rules), baseline=50)
+    for step in range(1, 1401):
+        grown = 2.0 if step > 300 else 1.0
+        scalars = {"x": grown + 0.1 * rng.standard_normal(), "again": float(step % 50 < 5 and 400 < step < 800)}
+        if step % 90 == 0 or step == 20:
+            scalars["evaluation"] = grown
+        stats = None
+        if with_statistics:
+            logp = (0.01 * grown * rng.standard_normal(300)).astype(np.float32)
+            stats = slice_stats(logp, np.zeros_like(logp), {"text": np.arange(300) < 200})
+        told += monitor.observe(step, stats, scalars)
+        if step == 710:  # what is needed is remembered
+            monitor.close()
+            monitor = Monitor(folder, RuleBook(rules), baseline=50)
+    monitor.close()
+    assert not monitor.lost
+    replayed = ask_rules(open_run(folder), rules, 50).alerts
+    counts = {"z": 1, "long": 1, "rare": 1, "again": 8, "never-over": 1} | (
+        {"z-of-a-slice": 1} if with_statistics else {}
+    )
+    assert Counter(alert.name for alert in replayed) == counts
+    of_rules = [alert for alert in told if alert.name in counts]
+    assert sorted(map(str, of_rules)) == sorted(map(str, replayed))
+
+
+def test_rings_remember_rare_signals_as_long_and_survive_another_depth() -> None:
+    rings, history = Rings(600), Recorded(10**9)
+    rng = np.random.default_rng(9)
+    for step in range(1500):
+        signals = {"every": float(step)}
+        if rng.random() < 0.1:
+            signals["rare"] = rng.standard_normal()
+        if step > 700:
+            signals["late"] = math.nan if step % 2 else 1.0
+        rings.push(2 * step, signals)
+        history.add(2 * step, signals)
+    other, smaller = Rings(600), Rings(512)
+    for each in (other, smaller):
+        each.restore(*rings.save())
+    for n in (1, 7, 512, 600, 1500, LONGEST):
+        for each in (rings, other):
+            assert each.steps(n).tolist() == history.steps(n).tolist()
+            for name in ("every", "rare", "late"):
+                found, wanted = each.last(name, n), history.last(name, n)
+                if name == "every":
+                    wanted = np.where(np.arange(len(wanted))[::-1] < 600, wanted, math.nan)
+                assert np.array_equal(found, wanted, equal_nan=True)
+    assert np.array_equal(smaller.last("every", 512), history.last("every", 512))
+    assert np.isnan(smaller.last("every", 513)[0])
+    for each in (rings, other, smaller):
+        each.push(3000, {"every": -1.0, "rare": 5.0})
+        assert each.last("every", 3).tolist() == [1498.0, 1499.0, -1.0]
+        assert each.last("rare", 1).tolist() == [5.0]
+    assert rings.last("never", 5).size == 0
+    assert rings.last("late", 1).tolist() != [1.0]
+
+
 def test_an_episode_is_told_once_and_again_after_the_cool_down(tmp_path: Path) -> None:
     rules = rules_of(tmp_path, '{ scalar = "x", above = 1 }', cool_down=10)
     values = np.zeros(100)
@@ -410,18 +528,6 @@ def test_what_is_missing_is_counted_and_said_once(tmp_path: Path) -> None:
     young.evaluate(1, {"mine": 0.0}, Recorded(5))
     assert young.notices() == []  # not sure yet
     assert len(young.notices(at_end=True)) == 1
-
-
-def test_robust_z_without_a_spread_is_said(tmp_path: Path) -> None:
-    class Plain(Recorded):
-        spread = property()  # type: ignore[assignment]
-
-    rules = rules_of(tmp_path, '{ scalar = "x", measure = "robust_z", above = 2 }')
-    book, history = RuleBook(rules), Plain(5)
-    for step in range(1, 30):
-        history.add(step, {"x": float(step)})
-        assert book.evaluate(step, {"x": float(step)}, history) == []
-    assert book.notices(at_end=True) == ["r: this monitor keeps no spread of the warm-up, use ratio"]
 
 
 def test_a_monitor_with_rules_says_what_is_missing_once_and_alarms(
@@ -455,6 +561,17 @@ def test_nan_says_nothing_and_a_signal_that_is_seldom_logged_is_not_nan(tmp_path
     assert replay(high, infinite, 10).alerts[0].step == 2
 
 
+def test_what_is_forgotten_is_not_taken_for_nan(tmp_path: Path) -> None:
+    when = '{ scalar = "loss", measure = "nonfinite", above = 0 }, { scalar = "rare", above = 0 }'
+    rules = rules_of(tmp_path, when, for_steps=10)
+    with Monitor(None, RuleBook(rules)) as monitor:
+        for step in range(1, 1651):  # not finite at the last 9 steps at which both came
+            rare = {"rare": 1.0} if step % 100 == 0 else {}
+            scalars = {"loss": math.nan if rare and step >= 800 else 0.1, **rare}
+            monitor.observe(step, None, scalars)
+        assert [alert for alert in monitor.alerts if alert.name == "r"] == []
+
+
 def test_training_that_goes_back_is_judged_anew(tmp_path: Path) -> None:
     rules = rules_of(tmp_path, '{ scalar = "x", above = 1 }', cool_down=50)
     book, history = RuleBook(rules), Recorded(5)
@@ -483,9 +600,10 @@ def test_a_message_says_where_what_and_how_much(tmp_path: Path) -> None:
     found = replay(rules, Table(np.arange(n), {**flat, "post_tool/abs_log_ratio_p99_9": column}), 50).alerts
     assert {alert.name for alert in found} == {"one-slice-leaves-the-text", "tail-far-from-baseline", "tail-growing"}
     far = next(alert for alert in found if alert.name == "tail-far-from-baseline")
+    tail = "median of the last 20 post_tool/abs_log_ratio_p99_9 is"
     assert far.message == (
-        "post_tool: the tail of the log-ratio is far above its baseline: median of the last 10 "
-        "post_tool/abs_log_ratio_p99_9 is 4 times its baseline 0.25 (above 3), 5 times in a row"
+        f"post_tool: the tail of the log-ratio is far above its baseline: {tail} 4 times its baseline 0.25 (above 3); "
+        f"{tail} +3e+03 robust deviations from its baseline 0.25 (above 6), 5 times in a row"
     )
     assert far.signal == "post_tool/abs_log_ratio_p99_9"
     assert Alert.from_json(far.to_json()).key == far.key

@@ -65,6 +65,7 @@ STATISTICS = {
     "clip_fraction": 0.05,
     "abs_log_ratio_p99_9": 0.4,
     "tail_ratio": 1.0,
+    "pareto_k": 0.3,
     "ks_to_baseline": 0.02,
 }
 
@@ -129,6 +130,7 @@ MADE: dict[str, Change] = {
     "tail-far-from-baseline": scale("post_tool/abs_log_ratio_p99_9", 4.0),
     "one-slice-leaves-the-text": scale("post_tool/abs_log_ratio_p99_9", 2.5),
     "tail-mass-beyond-baseline": put("post_tool/tail_ratio", 20.0),
+    "pareto-k-high": put("post_tool/pareto_k", 0.9),
     "distribution-moved": put("post_tool/ks_to_baseline", 0.5),
     "ess-low": put("post_tool/ess_fraction", 0.4),
     "ess-collapse": put("post_tool/ess_fraction", 0.01),

@@ -212,6 +212,7 @@ def test_on_policy_it_says_so_once_and_reports_nothing(
     assert handle.latest == {"train": {}}
     assert handle.failures == {}
     assert said(caplog, "learner_vs_old is 1 by construction") == 1
+    assert said(caplog, "set steps_per_generation > gradient_accumulation_steps, or num_iterations > 1") == 1
     assert said(caplog, "no log-probabilities of the sampler") == 1
 
 

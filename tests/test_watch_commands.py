@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import math
 import os
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 from watch_runs import NAMES, alert, step_stats, write_run
 
@@ -273,8 +275,15 @@ def test_replay_says_what_would_have_alarmed(folder: Path, tmp_path: Path) -> No
     assert record.evidence["conditions"][0]["value"] == kl[first - 1]
     done = call("replay", folder, "--rules", own, "--warmup", 30)
     assert f"step {first} stop mine policy update" in done.stdout
-    assert "46 rules over 80 steps (1 to 80), baseline of 30: 1 stop, " in done.stdout
-    assert "rules have nothing to look at" in done.stderr
+    assert "47 rules over 80 steps (1 to 80), baseline of 30: 1 stop, " in done.stdout
+    assert re.fullmatch(
+        r"\d+ of 47 rules have nothing to look at: --verbose names them\n"
+        "rules only: what the monitor's own detectors found is not replayed, see pyrlstats check\n",
+        done.stderr,
+    )
+    named = call("replay", folder, "--verbose").stderr
+    assert "entropy-floor" in named
+    assert "this run has no" in named
 
 
 def test_rules_are_listed_explained_and_checked(tmp_path: Path) -> None:
@@ -288,10 +297,11 @@ def test_rules_are_listed_explained_and_checked(tmp_path: Path) -> None:
     done = call("rules", "--explain", "entropy-flor")
     assert done.exit_code == 3
     assert "no rule is 'entropy-flor' (did you mean 'entropy-floor'?)" in done.stderr
+    assert "no rule is 'zzz': pyrlstats rules lists them" in call("rules", "--explain", "zzz").stderr
     good, bad = tmp_path / "good.toml", tmp_path / "bad.toml"
     good.write_text('disable = ["grad-*"]')
     bad.write_text('[[rules]]\nname = "x"')
-    assert "good.toml: no errors; 41 rules in all" in call("rules", good).stdout.replace("\n", "")
+    assert call("rules", good).stdout.replace("\n", "") == f"{good}: no errors; 42 rules in all"
     done = call("rules", bad)
     assert done.exit_code == 3
     assert f"{bad}: rule 'x': level: is missing" in done.stderr
@@ -353,6 +363,15 @@ def test_doctor_tests_every_backend() -> None:
     assert "all usable backends agree" in done.stdout
     assert done.stdout.count("equal to the reference") >= 2
     assert "pydantic" in done.stdout
+    if not torch.cuda.is_available():
+        assert re.search(r"triton +cuda +(yes|no: torch sees no GPU)", done.stdout)
+
+
+def test_doctor_knows_every_extra() -> None:
+    """But for that of the benchmarks' contenders."""
+    extras = importlib.metadata.metadata("pyrlstats").get_all("Provides-Extra")
+    assert set(doctor.EXTRAS) == set(extras) - {"contenders"}
+    assert all(doctor._version(name) is None for name in ("no_such_package", "no_such_package.part"))
 
 
 def test_doctor_finds_a_backend_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

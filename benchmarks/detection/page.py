@@ -52,6 +52,58 @@ def _false_alarms(results: dict[str, Any]) -> str:
     )
 
 
+def _together(results: dict[str, Any]) -> str:
+    rows = results["together"]
+
+    def cells(said: dict[str, Any]) -> list[str]:
+        low, high = said["interval"]
+        either = f"{_percent(said['either'])} ({100 * low:.1f} to {100 * high:.1f})"
+        return [_percent(said["detectors"]), _percent(said["rules"]), either]
+
+    return _table(
+        (
+            f"noise ({rows[0]['runs']} runs of {rows[0]['steps']} steps)",
+            *(f"any {what}: {who}" for what in ("warning", "stop") for who in ("detectors", "rules", "either (95 %)")),
+            "rules that warned, in runs",
+        ),
+        (
+            (
+                row["noise"],
+                *cells(row["warnings"]),
+                *cells(row["stops"]),
+                ", ".join(f"`{name}` {count}" for name, count in row["rules"].items()) or "-",
+            )
+            for row in rows
+        ),
+    )
+
+
+def _long_run(results: dict[str, Any]) -> str:
+    runs = results["long_run"]
+    return _table(
+        ("rules", "steps", "memory", "a step", "folder, snapshots", "opened again"),
+        (
+            (
+                "built in" if run["rules"] else "none",
+                f"{row['steps']:,}",
+                f"{row['MB']:.0f} MB",
+                f"{row['ms a step']:.1f} ms",
+                *(
+                    (
+                        f"{run['folder MB']:,.0f} MB, {run['snapshots']}",
+                        f"in {run['resumed']['seconds']:.2f} s, {run['resumed']['MB']:.0f} MB",
+                    )
+                    if row is run["rows"][-1]
+                    else ("", "")
+                ),
+            )
+            for run in runs
+            for row in run["rows"]
+            if str(row["steps"])[0] == "1"
+        ),
+    )
+
+
 def _delays(results: dict[str, Any]) -> str:
     return _table(
         ("growth of one signal of 27", "warned", "steps, p50", "p90", "stopped", "steps, p50"),
@@ -137,6 +189,7 @@ def _course(results: dict[str, Any]) -> str:
                 *(f"{row[f'{slice_} p99.9']:.2g}" for slice_ in ("text", "pre_tool", "post_tool")),
                 f"{row['post_tool ESS']:.3f}",
                 f"{row['global KL']:.1e}",
+                f"{row['loss']:+.4f}",
                 f"{row['reward']:.2f}",
                 f"{row['entropy']:.3f}",
             )
@@ -150,6 +203,7 @@ def _course(results: dict[str, Any]) -> str:
             "post_tool",
             "post_tool ESS",
             "global KL",
+            "loss",
             "reward",
             "entropy",
         )
@@ -164,6 +218,8 @@ def _machine(results: dict[str, Any]) -> str:
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "false_alarms": _false_alarms,
+    "together": _together,
+    "long_run": _long_run,
     "delays": _delays,
     "single": _single,
     "tokens": _tokens,

@@ -74,7 +74,8 @@ def record(folder: Path, settings: Settings, lag_of: list[int], deadline: float)
     writer = RunWriter(folder, time.time())
     done = 0
     for step in _learn(trainer, lag_of):
-        scalars = {**trainer.scalars, "staleness": float(lag_of[step.number - 1])}
+        loss = sum(each.loss for each in step.minibatches) / len(step.minibatches)
+        scalars = {"loss": loss, **trainer.scalars, "staleness": float(lag_of[step.number - 1])}
         writer.append(step.number, time.time(), scalars, step.stats.state.to_host(), SliceStats.kind)
         done = step.number
         if time.monotonic() > deadline:

@@ -25,7 +25,7 @@ from pyrlstats.monitor.signals import KEYS, SIGNALS, Reference, against, least_n
 Floats = NDArray[np.float64]
 
 MEDIAN, BLOCK = 51, 40
-SHOWN = ("reward", "entropy", "solved", "length")
+SHOWN = ("loss", "reward", "entropy", "solved", "length")
 
 
 def replay(folder: Path, skip: int, baseline: int) -> dict[str, Any]:

@@ -93,6 +93,7 @@ def signal_values(state: State, reference: Reference) -> Floats:
         }
         columns = {key: np.log((value * n + 0.5) / (n + 1.0)) for key, value in shares.items()}
         columns |= {key: np.log(value) for key, value in logs.items()}
+        columns["pareto_k"] = np.full(len(n), np.nan)  # nobody asked for it
     return np.stack([columns[key] for key in KEYS], 1)
 
 
@@ -144,13 +145,13 @@ def _counting_noise(values: Floats, warmup: list[State]) -> Floats:
     return np.where(is_count, np.maximum(noise, LEAST_SD), LEAST_SD)
 
 
-def excess(runs: Runs) -> Floats:
-    """The monitor's largest score over its threshold, (R, STEPS): it warns above 1."""
+def excess(runs: Runs, columns: slice | list[int] = slice(None)) -> Floats:
+    """The monitor's largest score over its threshold, (R, STEPS), among some signals: with all it warns above 1."""
     drift = Drift(fit(runs.values[:WARMUP], runs.least_sd))
     limits = Limits.of(drift.baseline, Settings().false_warnings, Settings().false_stops)
     paths = np.zeros(runs.kl.shape)
     for step in range(WARMUP, STEPS):
-        paths[:, step] = (drift.update(runs.values[step]) / limits.warning).max(1)
+        paths[:, step] = (drift.update(runs.values[step]) / limits.warning)[:, columns].max(1)
     return paths
 
 
@@ -161,6 +162,7 @@ def scores(runs: Runs) -> dict[str, Floats]:
     entropy = np.abs(runs.entropy - np.median(runs.entropy[:, :WARMUP], 1, keepdims=True))
     paths = {
         "pyrlstats, all slices and signals": excess(runs),
+        "pyrlstats, told to look at p99.9 of post_tool alone": excess(runs, [2 * len(SIGNALS)]),
         "EWMA of the global mean KL": single.ewma(np.log(runs.kl)),
         "fixed threshold on the global mean KL": kl,
         "fixed threshold on entropy": entropy,

@@ -24,7 +24,8 @@ def demo(
 ) -> None:
     """Train a small agent that uses a calculator, and show its log-ratio tails slice by slice.
 
-    Takes about two minutes on two processors and writes a page, a picture and the figures of every step.
+    Takes about two minutes of processor time, and writes a page, a picture, and a run folder that ``pyrlstats watch``,
+    ``report`` and ``check`` read.
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:

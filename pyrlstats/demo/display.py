@@ -13,30 +13,44 @@ from rich.table import Table
 
 from pyrlstats.demo.training import Score, Step
 from pyrlstats.demo.windows import Window
+from pyrlstats.intervals import abs_quantile_interval
 from pyrlstats.slice_stats import SliceStats
 
 EVERY = 5  # steps between two tables
 
 Cells = list[str]
+FEW = "~: fewer than 10 tokens lie beyond, so that it is hardly more than the largest one"
 COLUMNS = ("slice", "tokens", "ESS", "p99.9 |x|", "clipped", "KL k3")
 
 
 def cells(stats: SliceStats) -> list[Cells]:
-    """One row a slice, as :data:`COLUMNS`."""
+    """One row a slice, as :data:`COLUMNS`; ``~`` before a quantile that few tokens lie beyond."""
     values = stats.to_dict()
+    few = few_beyond(stats, 0.999)
     rows = []
     for name in stats:
         row = [name, f"{values[f'{name}/n_tokens']:,}"]
         for key, form in (
-            ("ess_fraction", "{:.1%}"),
-            ("abs_log_ratio_p99_9", "{:.3f}"),
-            ("clip_fraction", "{:.1%}"),
-            ("kl_k3", "{:.4f}"),
+            ("ess_fraction", "{:.2%}"),
+            ("abs_log_ratio_p99_9", "~{:.3f}" if few[name] else "{:.3f}"),
+            ("clip_fraction", "{:.2%}"),
+            ("kl_k3", "{:.2e}"),
         ):
             value = values[f"{name}/{key}"]
-            row.append("-" if math.isnan(value) else form.format(value))
+            row.append("-" if math.isnan(value) else percent(value) if form == "{:.2%}" else form.format(value))
         rows.append(row)
     return rows
+
+
+def percent(share: float) -> str:
+    """Two decimals; what is not quite all is not called all."""
+    text = f"{share:.2%}"
+    return ">99.99%" if text == "100.00%" and share < 1.0 else text
+
+
+def few_beyond(stats: SliceStats, q: float) -> dict[str, bool]:
+    """Of which slices fewer than ten tokens lie beyond a quantile of abs(x)."""
+    return {name: not bool(abs_quantile_interval(stats[name], q).reliable) for name in stats}
 
 
 class Display(Protocol):
@@ -70,7 +84,10 @@ def tail_line(window: Window) -> str:
     """``steps 49 to 60, p99.9 of |log-ratio| in nats: text 0.031, ...``."""
     values = window.stats.to_dict()
     filled = [name for name in window.stats if values[f"{name}/n_finite"]]
-    tails = ", ".join(f"{name} {values[f'{name}/abs_log_ratio_p99_9']:.3g}" for name in filled)
+    few = few_beyond(window.stats, 0.999)
+    tails = ", ".join(
+        f"{name} {'~' if few[name] else ''}{values[f'{name}/abs_log_ratio_p99_9']:.3g}" for name in filled
+    )
     return f"{window.name}, p99.9 of |log-ratio| in nats: {tails}"
 
 
@@ -156,7 +173,7 @@ class LiveDisplay:
 def _table(step: Step) -> Table:
     table = Table(
         title=f"step {step.number}: {describe(step.score)}",
-        caption="x: log-ratio, learner - sampler, nats; all updates of the step",
+        caption=f"x: log-ratio, learner - sampler, nats; all updates of the step. {FEW}",
         title_justify="left",
         caption_justify="left",
     )

@@ -1,11 +1,13 @@
-"""What a run leaves behind: the figures of each step, a summary, and the tokens of the last step to check them with."""
+"""What a run leaves behind: a monitor's run folder, a summary, and the tokens of the last step to check them with."""
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import platform
+import shutil
 import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -19,8 +21,13 @@ from pyrlstats._build import version
 from pyrlstats.demo.slices import NAMES
 from pyrlstats.demo.training import Minibatch, Score, Settings, Step
 from pyrlstats.demo.windows import first_and_last
+from pyrlstats.monitor import Monitor
+from pyrlstats.monitor.folder import ALERTS, ARTIFACTS, RUN, SNAPSHOTS, STEPS
 
-STEPS, SUMMARY, TOKENS, FIGURE, PAGE = "steps.jsonl", "summary.json", "last_step.npz", "report.png", "report.html"
+SUMMARY, TOKENS, FIGURE, PAGE = "summary.json", "last_step.npz", "report.png", "report.html"
+
+# the policy is at first far from settled, which is no trouble: nothing is compared with these steps
+SKIP, BASELINE = 20, 20
 
 
 @dataclass(frozen=True)
@@ -35,18 +42,30 @@ def prepare(folder: Path) -> None:
     """Make the folder and find out whether it can be written; files of an earlier run stay until there are new ones.
 
     Raises:
-        OSError: it cannot.
+        OSError: it cannot, or it holds a run that is no demo.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    if (folder / RUN).exists() and not (folder / SUMMARY).exists():
+        raise FileExistsError(errno.EEXIST, "it holds another run")
     with tempfile.TemporaryFile(dir=folder):
         pass
 
 
-def write_step(folder: Path, step: Step) -> None:
-    """One line of JSON: the step, its score and every statistic; null where a slice had no tokens."""
-    record = {"step": step.number, **asdict(step.score), **step.stats.to_dict()}
-    with (folder / STEPS).open("w" if step.number == 1 else "a") as file:
-        file.write(json.dumps(_strict(record), allow_nan=False) + "\n")
+def begin(folder: Path, settings: Settings) -> Monitor:
+    """A monitor that writes its run folder here, in place of what an earlier demo left."""
+    if (folder / SUMMARY).exists():
+        for name in (RUN, STEPS, ALERTS):
+            (folder / name).unlink(missing_ok=True)
+        for name in (ARTIFACTS, SNAPSHOTS):
+            shutil.rmtree(folder / name, ignore_errors=True)
+    write_summary(folder, {"settings": asdict(settings)})
+    return Monitor(folder, baseline=BASELINE, skip=SKIP)
+
+
+def watch(monitor: Monitor, step: Step) -> None:
+    """One step: its score, its mean loss, and the state behind every statistic."""
+    loss = sum(batch.loss for batch in step.minibatches) / len(step.minibatches)
+    monitor.observe(step.number, step.stats, {**asdict(step.score), "loss": loss})
 
 
 def _strict(values: dict[str, float]) -> dict[str, float | None]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
 from pyrlstats.demo import records
-from pyrlstats.demo.display import Display, choose_display, describe, tail_line
+from pyrlstats.demo.display import FEW, Display, choose_display, describe, tail_line
 from pyrlstats.demo.figures import draw
 from pyrlstats.demo.interrupt import Interrupt
+from pyrlstats.demo.reading import reading
 from pyrlstats.demo.report import write_page
 from pyrlstats.demo.rollout import sample
 from pyrlstats.demo.training import Score, Settings, Step, Trainer
@@ -47,10 +51,15 @@ def run(settings: Settings, folder: Path) -> bool:
         problems = trainer.evaluation_problems()[:EPISODES_SHOWN]
         episodes = sample(trainer.policy, problems, torch.Generator().manual_seed(0))
         write_page(folder / records.PAGE, folder / records.FIGURE, steps, scores, summary, episodes)
-        for window in first_and_last(steps):
+        windows = first_and_last(steps)
+        for window in windows:
             display.say(tail_line(window))
+        display.say("how to read this:")
+        for line in (*reading(*windows), f"{FEW}."):
+            display.say(f"  {line}")
         display.say(f"{times.wall_seconds:.0f} s on the clock, {times.cpu_seconds:.0f} s of processor time")
         display.say(f"report: {folder / records.PAGE}")
+        display.say(f"next: {program()} watch --once {folder}, check {folder}, report {folder}")
     return not interrupt.asked
 
 
@@ -71,14 +80,26 @@ def _train(
             return
     _score(trainer, "after warm-up", display, scores)
     display.begin("training", trainer.settings.steps)
-    for step in trainer.learn():
-        if steps:
-            steps[-1].minibatches.clear()  # only the last step's tokens are kept
-        steps.append(step)
-        records.write_step(folder, step)
-        display.step(step)
-        if interrupt.asked:
-            return
+    with ExitStack() as opened:
+        for step in trainer.learn():
+            if steps:
+                steps[-1].minibatches.clear()  # only the last step's tokens are kept
+            else:
+                monitor = opened.enter_context(records.begin(folder, trainer.settings))
+            steps.append(step)
+            records.watch(monitor, step)
+            display.step(step)
+            if interrupt.asked:
+                return
+
+
+def program() -> str:
+    """How this program is called again: by its name where it is on the path, else by where it lies."""
+    called = Path(sys.argv[0])
+    if called.name != "pyrlstats":
+        return f"{Path(sys.executable).name} -m pyrlstats"
+    found = shutil.which("pyrlstats")
+    return "pyrlstats" if found and Path(found).samefile(called) else str(called)
 
 
 def _score(trainer: Trainer, name: str, display: Display, scores: dict[str, Score]) -> None:

@@ -60,11 +60,12 @@ class Score:
 
 @dataclass(frozen=True)
 class Minibatch:
-    """What the statistics of one update were made of, (b, T) each: log-probabilities (nats) and slice masks."""
+    """One update: its loss, and what its statistics were made of, (b, T) each: log-probabilities (nats) and masks."""
 
     logp: torch.Tensor
     old_logp: torch.Tensor
     masks: dict[str, torch.Tensor]
+    loss: float
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ class Trainer:
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self.policy.parameters(), 1.0)
         optimizer.step()
-        return Minibatch(logp.detach(), old_logp, dict(slices))
+        return Minibatch(logp.detach(), old_logp, dict(slices), loss.item())
 
 
 def _score(rollout: Rollout) -> Score:

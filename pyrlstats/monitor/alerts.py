@@ -102,6 +102,10 @@ class History(Protocol):
         """Median of the signal over the frozen warm-up; None before it ends, and where it was never finite."""
         ...
 
+    def spread(self, signal: str) -> float | None:
+        """Robust standard deviation of the signal over the frozen warm-up; None where there is no baseline."""
+        ...
+
 
 class Rules(Protocol):
     """Rules as the monitor asks them, once a step.
@@ -109,6 +113,10 @@ class Rules(Protocol):
     A rule holds no state of its own: whether it holds is decided from the signals and the history alone, so that
     a resumed run decides alike. ``evaluate`` returns an alert for every rule that holds *now*, at every step at which
     it holds; the monitor tells people at the first of them only, and again after the trouble was away for a while.
+
+    Rules that look back more than 512 observations of a signal say so by an attribute ``depth``, at most 4,096. A
+    method ``cool_down(alert)`` gives the steps, by their numbers, after which trouble that went away may be told again;
+    else it is 20 observed steps.
     """
 
     def evaluate(self, step: int, signals: Mapping[str, float], history: History) -> Sequence[Alert]:

@@ -11,6 +11,7 @@ import numpy as np
 from pyrlstats.monitor.alerts import Alert
 from pyrlstats.monitor.folder import ARTIFACTS, RunWriter, artifact_name
 from pyrlstats.monitor.history import DEPTH
+from pyrlstats.monitor.signals import SIGNALS
 from pyrlstats.monitor.watcher import Watcher
 from pyrlstats.quantiles import tail_mass
 from pyrlstats.state import State
@@ -65,7 +66,8 @@ def _draw_signal(axes: Any, alert: Alert, watcher: Watcher) -> None:
     if before is not None:
         axes.axhline(before, color="grey", linestyle="--", linewidth=0.8, label="baseline")
     axes.axvline(alert.step, color="black", linewidth=0.6)
-    if 0.0 < smallest < np.inf and alert.slice:
+    linear = any(signal.linear and signal.key == figure_of_slice for signal in SIGNALS)
+    if 0.0 < smallest < np.inf and alert.slice and not linear:
         axes.set_yscale("log")
     axes.set_xlabel("step")
     axes.set_title(figure_of_slice, fontsize="small")

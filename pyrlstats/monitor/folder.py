@@ -3,7 +3,7 @@
 ::
 
     run.json                  what the run is, replaced as a whole
-    steps.jsonl               one line a step: step, time, scalars, sparse states of the slices; see records.py
+    steps.jsonl               one line a step: step, time, scalars, figures of the tails, sparse states; see records.py
     alerts.jsonl              one line an alert, as Alert.to_json gives it
     alerts/<step>-<name>/     alert.json, and figure.png where matplotlib is installed
     snapshots/*.npz           the monitor's own memory at times, so that resuming need not read every step
@@ -43,6 +43,7 @@ from pyrlstats.monitor.records import (
     encode_scalars,
     encode_words,
 )
+from pyrlstats.monitor.tails import Tails
 from pyrlstats.slice_stats import SliceStats
 from pyrlstats.state import State
 
@@ -87,7 +88,15 @@ class RunWriter:
         """Torn lines that were cut off when the folder was opened."""
         return self._steps.torn + self._alerts.torn
 
-    def append(self, step: int, time: float, scalars: Mapping[str, float], state: State | None, kind: str) -> None:
+    def append(
+        self,
+        step: int,
+        time: float,
+        scalars: Mapping[str, float],
+        state: State | None,
+        kind: str,
+        tails: Tails | None = None,
+    ) -> None:
         """Add one step.
 
         Raises:
@@ -95,6 +104,8 @@ class RunWriter:
             ValueError: a state of another make than those before; nothing is written.
         """
         fields: dict[str, Any] = {"step": step, "time": time, "scalars": encode_scalars(scalars)}
+        if tails is not None:
+            fields["tails"] = tails.to_json()
         if state is not None:
             self._check_make(state.parts(kind))
             fields["state"] = encode_words(state.buffer)
@@ -246,6 +257,7 @@ class Record:
         time: seconds since 1970.
         scalars: the trainer's numbers; NaN and infinities as they were.
         has_stats: whether there are statistics of slices.
+        tails: figures of the far tail; None where there are none.
     """
 
     step: int
@@ -254,6 +266,7 @@ class Record:
     has_stats: bool
     _reader: RunReader = field(repr=False)
     _offset: int = field(repr=False)
+    tails: Tails | None = None
 
     @property
     def stats(self) -> SliceStats | None:
@@ -306,7 +319,8 @@ class RunReader:
         for offset, fields in self._lines(self.path / STEPS, self._offset):
             try:
                 scalars = decode_scalars(fields["scalars"])
-                record = Record(fields["step"], fields["time"], scalars, "state" in fields, self, offset)
+                tails = Tails.from_json(fields["tails"]) if "tails" in fields else None
+                record = Record(fields["step"], fields["time"], scalars, "state" in fields, self, offset, tails)
             except (KeyError, TypeError, ValueError, AttributeError):
                 self.damaged += 1
                 continue

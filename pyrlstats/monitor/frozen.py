@@ -14,7 +14,7 @@ from pyrlstats.monitor.drift import LEAST_SD, Baseline, Drift, fit
 from pyrlstats.monitor.episodes import Finding
 from pyrlstats.monitor.growth import WINDOW, Limits, Scene, growth, verdict
 from pyrlstats.monitor.settings import Settings
-from pyrlstats.monitor.signals import Reference, against, least_noise, values_of
+from pyrlstats.monitor.signals import SIGNALS, Reference, against, least_noise, values_of
 from pyrlstats.slice_stats import SliceStats
 from pyrlstats.state import State
 
@@ -132,6 +132,8 @@ class Frozen:
             drift = Drift(Baseline(*baseline))
             drift.deviation = deviation
             drifts.append(drift)
+        if drifts[0].deviation.shape != (len(reference.names) * len(SIGNALS),):
+            raise ValueError(f"saved with other signals than the {len(SIGNALS)} a slice that are watched now")
         frozen = cls(reference, drifts[0], drifts[1], tuple(saved["context"]), settings)
         frozen._steps.extend(arrays["steps"].tolist())
         frozen._values.extend(arrays["values"])

@@ -28,7 +28,7 @@ Floats = NDArray[np.float64]
 
 WINDOW, LEAST_WINDOW = 100, 30  # observed steps of the slope
 LEVEL = 10  # observed steps of the size of a growth
-LEAST_GROWTH = math.log(1.1)  # less is not worth a word
+LEAST_GROWTH = math.log(1.1)  # less is not worth a word, nor is 0.1 of Pareto k
 STOP_GROWTH = np.log([signal.stop for signal in SIGNALS])
 RISING = 2.0  # standard errors of the slope
 FLAT = 3.0  # a score below it is noise
@@ -130,18 +130,20 @@ def _alert(scene: Scene, row: int, scores: Floats, grew: Floats) -> Alert:
     signal = SIGNALS[strongest]
     index = row * width + strongest
     rate, error = slope(scene, index)
-    ratio = math.exp(grew[strongest])
     since = int(scene.since[index])
     rising = rate > RISING * error
-    doubling = math.log(2.0) / rate if rising else math.nan
-    if rising:
+    doubling = math.log(2.0) / rate if rising and not signal.linear else math.nan
+    if signal.linear:
+        before = float(scene.drift.baseline.location[index])
+        what = f"{signal.label} is {before + grew[strongest]:.2f}{' and rising' if rising else ''}, {before:.2f} before"
+    elif rising:
         what = f"{signal.label} doubles every {doubling:.0f} steps"
     else:
-        what = f"{signal.label} is {ratio:.2f} times its baseline"
+        what = f"{signal.label} is {math.exp(grew[strongest]):.2f} times its baseline"
     message = f"{name}: {what} (since about step {since}); {_elsewhere(scene, row, strongest)}"
     evidence = {
         "since_step": since,
-        "growth": ratio,
+        **_size(strongest, grew),
         "score": float(scores[strongest]),
         "threshold": float(scene.limits.warning[index]),
         "slope_per_step": rate,
@@ -178,15 +180,20 @@ def verdict(drift: Drift, index: int) -> str:
     return "rising" if score > FLAT else "falling" if score < -FLAT else "flat"
 
 
+def _size(column: int, grew: Floats) -> dict[str, float]:
+    """How many times its baseline a signal is; of a linear one, what was added to it."""
+    return {"difference": float(grew[column])} if SIGNALS[column].linear else {"growth": math.exp(grew[column])}
+
+
 def _signals(scene: Scene, row: int, grew: Floats) -> dict[str, dict[str, float]]:
-    """Every watched signal of the slice: how many times its baseline it is, and the score."""
+    """Every watched signal of the slice: how far from its baseline it is, and the score."""
     result = {}
     score = scene.drift.score()
     for column, signal in enumerate(SIGNALS):
         index = row * len(SIGNALS) + column
         if scene.drift.baseline.watched[index]:
             result[signal.key] = {
-                "growth": math.exp(grew[column]),
+                **_size(column, grew),
                 "score": float(score[index]),
                 "threshold": float(scene.limits.warning[index]),
             }

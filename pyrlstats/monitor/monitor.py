@@ -11,14 +11,19 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pyrlstats.monitor import snapshots
 from pyrlstats.monitor.alerts import Alert, Rules
 from pyrlstats.monitor.folder import RUN, RunReader, RunWriter
 from pyrlstats.monitor.settings import Settings
+from pyrlstats.monitor.tails import Tails, taken
 from pyrlstats.monitor.watcher import Watcher
+from pyrlstats.monitor.worst import with_tokens
 from pyrlstats.slice_stats import SliceStats
+
+if TYPE_CHECKING:
+    from pyrlstats.tails import TailShape, TopTokens
 
 _log = logging.getLogger("pyrlstats.monitor")
 _LOG_LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "stop": logging.ERROR}
@@ -120,7 +125,13 @@ class Monitor:
         return self._watcher.frozen is not None
 
     def observe(
-        self, step: int, stats: SliceStats | None = None, scalars: Mapping[str, Any] | None = None
+        self,
+        step: int,
+        stats: SliceStats | None = None,
+        scalars: Mapping[str, Any] | None = None,
+        *,
+        tails: TailShape | None = None,
+        top_tokens: Mapping[str, TopTokens] | Callable[[], Mapping[str, TopTokens]] | None = None,
     ) -> list[Alert]:
         """Take one step; returns the alerts told at it. Never raises.
 
@@ -133,25 +144,44 @@ class Monitor:
                 host once, as by ``to_dict``: syncs on a GPU.
             scalars: the trainer's own numbers (reward, loss, entropy, lengths), the same on every rank. Those on a
                 device are copied together. What is no number is left out and counted.
+            tails: of the same tokens and slices, with one ``sample_size`` at every step: Pareto k, whose growth is
+                reported too. Copied to the host as by its ``to_dict``.
+            top_tokens: of this step's tokens, as ``pyrlstats.tails.top_tokens`` returns it, for the alerts told at it:
+                each gets the 10 worst tokens of its slice. A function is called only where there is one to tell; it
+                must not communicate, as nothing here may hang, and so knows this rank's tokens alone.
         """
         try:
-            return self._observe(int(step), stats, scalars or {})
+            return self._observe(int(step), stats, scalars or {}, tails, top_tokens)
         except Exception as error:
             self._lose("observe", error)
             return []
 
-    def _observe(self, step: int, stats: SliceStats | None, scalars: Mapping[str, Any]) -> list[Alert]:
+    def _observe(
+        self,
+        step: int,
+        stats: SliceStats | None,
+        scalars: Mapping[str, Any],
+        tails: TailShape | None,
+        top_tokens: Mapping[str, TopTokens] | Callable[[], Mapping[str, TopTokens]] | None,
+    ) -> list[Alert]:
         if self._closed:
             raise RuntimeError("this monitor is closed")
         now = time.time()
         host = self._on_host(stats)
         numbers = self._numbers(scalars)
+        far = self._far(tails, host)
         last = self._watcher.last_step
         told: list[Alert] = []
         if last is not None and step <= last:
             told += self._go_back(step, last)
-        self._record(step, now, numbers, host)
-        told += self._watcher.watch(step, host, numbers)
+        self._record(step, now, numbers, host, far)
+        new = self._watcher.watch(step, host, numbers, far)
+        if new and top_tokens is not None:
+            try:
+                new = with_tokens(new, top_tokens)
+            except Exception as error:
+                self._lose("top tokens", error)
+        told += new
         self._tell(told)
         if self._watcher.rings.observed % snapshots.EVERY == 0:
             self._snapshot()
@@ -173,6 +203,19 @@ class Monitor:
             return None
         return SliceStats(state)
 
+    def _far(self, tails: TailShape | None, stats: SliceStats | None) -> Tails | None:
+        if tails is None:
+            return None
+        try:
+            far = taken(tails, stats, self._watcher.tail_sample_size)
+            cut = [name for name, reason in tails.reasons().items() if reason == "capacity"]
+            if cut:
+                self._lose("tails", ValueError(f"a capacity of {tails.capacity} is too small for k-hat of {cut}"))
+            return far
+        except Exception as error:
+            self._lose("tails", error)
+            return None
+
     def _numbers(self, scalars: Mapping[str, Any]) -> dict[str, float]:
         """Scalars as floats; tensors of one device in one copy."""
         numbers: dict[str, float] = {}
@@ -190,13 +233,15 @@ class Monitor:
             numbers.update(zip(tensors, torch.stack(list(tensors.values())).tolist(), strict=True))
         return numbers
 
-    def _record(self, step: int, now: float, numbers: Mapping[str, float], host: SliceStats | None) -> None:
+    def _record(
+        self, step: int, now: float, numbers: Mapping[str, float], host: SliceStats | None, far: Tails | None
+    ) -> None:
         if self._writer is None:
             if self._speaks and self._path is not None:
                 self.lost["steps"] += 1
             return
         try:
-            self._writer.append(step, now, numbers, None if host is None else host.state, SliceStats.kind)
+            self._writer.append(step, now, numbers, None if host is None else host.state, SliceStats.kind, far)
         except (OSError, ValueError) as error:
             self._lose("steps", error)
 
@@ -244,7 +289,7 @@ class Monitor:
         untold: list[Alert] = []
         for record in reader.steps:
             if (after is None or record.step > after) and (before is None or record.step < before):
-                told = watcher.watch(record.step, record.stats, record.scalars)
+                told = watcher.watch(record.step, record.stats, record.scalars, record.tails)
                 untold += [alert for alert in told if (alert.step, alert.key) not in known]
         if reader.damaged:
             self.lost["damaged lines"] += reader.damaged

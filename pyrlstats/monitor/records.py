@@ -5,8 +5,9 @@
     {"crc":"9ae0daaf","step":12,"time":1764304070.25,"scalars":{"loss":0.31},"state":"eNpj..."}
 
 ``crc`` is the CRC-32, in hexadecimal, of the bytes of the line after its comma, without the line feed. ``time`` is in
-seconds since 1970. Scalars are numbers, or the strings "nan", "inf", "-inf". ``state`` is absent where only scalars
-were observed; else base64 of zlib of
+seconds since 1970. Scalars are numbers, or the strings "nan", "inf", "-inf". ``tails``, where they were observed, holds
+``sample_size`` and the figures of ``TailShape.to_dict``, like scalars. ``state`` is absent where no statistics were
+observed; else base64 of zlib of
 
 - n, uint32: how many words of the state's buffer are not 0,
 - n uint32: the distance of each from the one before it (of the first from 0),

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pyrlstats.monitor.alerts import Level, Link
-from pyrlstats.monitor.rules_names import Aliases, is_statistic, nearest, statistic_hint
+from pyrlstats.monitor.history import LONGEST
+from pyrlstats.monitor.rules_names import DERIVED, Aliases, is_statistic, nearest, statistic_hint
 
 try:
     from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
@@ -79,6 +80,8 @@ class Condition(_Strict):
             raise _At("window", "has no effect here: give take or a rate such as measure = 'slope', or leave it out")
         if self.measure == "robust_z" and second:
             raise _At("measure", f"robust_z is of one signal: use ratio or difference with {second[0]}")
+        if self.measure == "robust_z" and self.statistic in DERIVED:
+            raise _At("measure", f"robust_z is of one signal, {self.statistic} is made from two: use difference")
         if self.measure in _OF_WINDOW and self.take != "last":
             raise _At("take", f"measure = {self.measure!r} already looks at the whole window: leave take out")
         return self
@@ -161,7 +164,23 @@ class Rule(_Strict):
             raise _At("slices", "has no effect: no condition reads a statistic of the rule's slices; leave it out")
         if self.min_tokens and self.slices is None:
             raise _At("min_tokens", "has no effect without slices: leave it out")
+        if self.depth > LONGEST:
+            raise _At(
+                "for_steps",
+                f"{self.for_steps} with a window of {self.widest} looks back {self.depth} observations, "
+                f"{LONGEST} are kept at most: make it {LONGEST + 1 - self.widest} or less",
+            )
         return self
+
+    @property
+    def widest(self) -> int:
+        """The widest window of its conditions, in observations; 1 without one."""
+        return max(condition.window or 1 for condition in self.when)
+
+    @property
+    def depth(self) -> int:
+        """Observations of a signal that it looks back at most."""
+        return self.widest + self.for_steps - 1
 
     def describe(self) -> str:
         """What it fires on, in words."""

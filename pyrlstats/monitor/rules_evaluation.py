@@ -15,14 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyrlstats.monitor.alerts import Alert, History
+from pyrlstats.monitor.history import DEPTH, LONGEST
 from pyrlstats.monitor.monitor import _rank
 from pyrlstats.monitor.rules import Condition, Rule, RuleSet, load_rules
 from pyrlstats.monitor.rules_measures import Floats, at_end, holds, measured
 from pyrlstats.monitor.rules_names import DERIVED, is_statistic, nearest, split_key
 
 NOTICE_AFTER = 200  # steps after which a signal that never came is said to be missing
-SPREAD = "spread of the warm-up"  # what robust_z needs of a history
-LONGEST = 4096  # steps that are looked back at most, where a signal comes rarely
 
 
 _log = logging.getLogger("pyrlstats.monitor")
@@ -52,8 +51,13 @@ class RuleBook:
         self._seen: set[str] = set()
         self._steps = 0
         self._told = False
-        self._presence = Presence()
-        self._held: dict[tuple[str, str | None], tuple[int, Alert]] = {}
+        self._presence = Presence(max(DEPTH, self.depth))
+        self._cool_downs = {rule.name: rule.cool_down for rule in rules.rules}
+
+    @property
+    def depth(self) -> int:
+        """Observations of a signal that the rules look back at most."""
+        return max((rule.depth for rule in self.rules.rules), default=1)
 
     @classmethod
     def load(cls, *paths: str | Path, builtin: bool = True) -> RuleBook:
@@ -61,7 +65,7 @@ class RuleBook:
         return cls(load_rules(*paths, builtin=builtin))
 
     def evaluate(self, step: int, signals: Mapping[str, float], history: History) -> list[Alert]:
-        """An alert for each rule that holds at this step, or held less than its ``cool_down`` steps ago.
+        """An alert for each rule that holds at this step.
 
         Args:
             step: number of the step.
@@ -79,33 +83,21 @@ class RuleBook:
         self._presence.add(step, signals, self._known[1])
         alerts = []
         for bound in self._known[1]:
-            absent = bound.absent or bound.unknown(history)
-            if absent:
-                self.missing.setdefault(bound.rule.name, Counter()).update(absent)
+            if bound.absent:
+                self.missing.setdefault(bound.rule.name, Counter()).update(bound.absent)
                 continue
-            alert = self._ask(bound, step, history)
-            if alert is not None:
-                alerts.append(alert)
+            evidence = bound.held(step, history, self._presence)
+            if evidence is not None:
+                alerts.append(bound.alert(step, evidence))
         if self._steps == NOTICE_AFTER and _rank() == 0:
             own = any(name in self.rules.own for name in self.missing)
             for notice in self.notices():
                 _log.log(logging.WARNING if own else logging.INFO, "%s", notice)
         return alerts
 
-    def _ask(self, bound: Bound, step: int, history: History) -> Alert | None:
-        key = (bound.rule.name, bound.slice)
-        evidence = bound.held(step, history, self._presence)
-        if evidence is not None:
-            alert = bound.alert(step, evidence)
-            self._held[key] = (step, alert)
-            return alert
-        last = self._held.get(key)
-        if last is None:
-            return None
-        if 0 < step - last[0] < bound.rule.cool_down:
-            return last[1]
-        del self._held[key]
-        return None
+    def cool_down(self, alert: Alert) -> int:
+        """Steps after which what one of these rules told may be told again."""
+        return self._cool_downs[alert.name]
 
     def notices(self, *, at_end: bool = False) -> list[str]:
         """What could not be evaluated, in words: nothing until it is sure, and then only once.
@@ -116,9 +108,7 @@ class RuleBook:
         if self._told or not self._steps or (self._steps < NOTICE_AFTER and not at_end):
             return []
         self._told = True
-        found = self._names.unheard(self._known[1] if self._known else [], self._seen)
-        unknown = sorted(name for name, counts in self.missing.items() if SPREAD in counts)
-        return [*found, *([f"{', '.join(unknown)}: this monitor keeps no {SPREAD}, use ratio"] if unknown else [])]
+        return self._names.unheard(self._known[1] if self._known else [], self._seen)
 
 
 def signals_needed(rules: RuleSet) -> tuple[str, ...]:
@@ -127,9 +117,14 @@ def signals_needed(rules: RuleSet) -> tuple[str, ...]:
 
 
 class Presence:
-    """The last steps at which a signal was there, NaN or not: a history cannot tell a NaN from an absent signal."""
+    """The last steps at which a signal was there, NaN or not: a history cannot tell a NaN from an absent signal.
 
-    def __init__(self) -> None:
+    Args:
+        depth: steps kept of each signal, no more than the history keeps, which would be taken for NaN.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
         self._steps: dict[str, deque[int]] = {}
 
     def add(self, step: int, signals: Mapping[str, float], bounds: Sequence[Bound]) -> None:
@@ -138,7 +133,7 @@ class Presence:
             for signal in bound.signals:
                 key = signal.first.key
                 if signal.condition.measure == "nonfinite" and key is not None and key in signals:
-                    kept = self._steps.setdefault(key, deque(maxlen=1024))
+                    kept = self._steps.setdefault(key, deque(maxlen=self._depth))
                     while kept and kept[-1] >= step:  # training went back
                         kept.pop()
                     kept.append(step)
@@ -231,11 +226,10 @@ class Signal:
         return self.baseline(history), self._spread(history)
 
     def _spread(self, history: History) -> float | None:
-        """The robust standard deviation over the warm-up, where the history knows it."""
+        """The robust standard deviation over the warm-up, where the condition asks for it."""
         if self.condition.measure != "robust_z" or self.second is not None or self.first.key is None:
             return None
-        spread = getattr(history, "spread", None)
-        return None if spread is None else spread(self.first.key)
+        return history.spread(self.first.key)
 
 
 @dataclass(frozen=True)
@@ -255,11 +249,6 @@ class Bound:
     signals: tuple[Signal, ...]
     tokens: Source | None
     absent: tuple[str, ...]
-
-    def unknown(self, history: History) -> tuple[str, ...]:
-        """What the rule needs and this history does not keep."""
-        needs = any(signal.condition.measure == "robust_z" for signal in self.signals)
-        return (SPREAD,) if needs and not hasattr(history, "spread") else ()
 
     def held(self, step: int, history: History, presence: Presence) -> list[dict[str, Any]] | None:
         """The evidence, if the rule holds at the last observation of its rarest signal, as often as it asks for."""
@@ -289,8 +278,7 @@ class Bound:
 
     def _tail(self, times: int, history: History, presence: Presence) -> list[dict[str, Any]] | None:
         """The evidence, if all conditions hold at the last ``times`` observations."""
-        longest = max((signal.condition.window or 1) for signal in self.signals) + times - 1
-        looked = self._look(longest, times, history, presence)
+        looked = self._look(self.rule.widest + times - 1, times, history, presence)
         if looked is None:  # rare signals: look back as far as the history goes
             looked = self._look(LONGEST, times, history, presence)
         if looked is None or not looked.held[-times:].all():

@@ -19,6 +19,9 @@ DERIVED = ("n_nonfinite", "nonfinite_fraction")
 # against the frozen baseline, from states: where there are only figures, there are none of these
 COMPARED = ("tail_mass", "tail_ratio", "ks_to_baseline")
 
+# of the far tail, where tail_shape was asked for it
+TAILS = ("pareto_k", "hill", "hill_se", "n_tail", "tail_cutoff")
+
 _QUANTILE = re.compile(r"(abs_)?log_ratio_p(\d{1,3})(?:_(\d+))?")
 
 
@@ -33,7 +36,7 @@ def quantile_level(statistic: str) -> tuple[bool, float] | None:
 
 def is_statistic(name: str) -> bool:
     """Whether a rule can read a statistic of this name."""
-    return name in SCALARS or name in DERIVED or name in COMPARED or quantile_level(name) is not None
+    return name in (*SCALARS, *DERIVED, *COMPARED, *TAILS) or quantile_level(name) is not None
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -46,8 +49,8 @@ def statistic_hint(name: str) -> str:
     """What to write instead of a name that is no statistic."""
     quantiles = [f"log_ratio_{percentile_name(q)}" for q in QUANTILES]
     quantiles += [f"abs_log_ratio_{percentile_name(q)}" for q in ABS_QUANTILES]
-    return nearest(name, (*SCALARS, *DERIVED, *COMPARED, *quantiles)) or (
-        f"; there are {', '.join((*SCALARS, *DERIVED, *COMPARED))}, "
+    return nearest(name, (*SCALARS, *DERIVED, *COMPARED, *TAILS, *quantiles)) or (
+        f"; there are {', '.join((*SCALARS, *DERIVED, *COMPARED, *TAILS))}, "
         "and quantiles like log_ratio_p50 and abs_log_ratio_p99_9"
     )
 

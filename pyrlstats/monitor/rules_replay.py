@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyrlstats.monitor.alerts import Alert
+from pyrlstats.monitor.history import robust_spread
 from pyrlstats.monitor.rules import RuleSet
 from pyrlstats.monitor.rules_evaluation import Bound, Looked, Names, look, observed
 from pyrlstats.monitor.rules_measures import Floats
@@ -77,15 +78,6 @@ class _Past:
         """Robust standard deviation over the warm-up."""
         values = self._frozen(signal)
         return None if values is None else robust_spread(values)
-
-
-def robust_spread(values: Floats) -> float:
-    """1.4826 times the median distance from the median; not less than a thousandth of the median.
-
-    A warm-up that never moved would make any change infinitely many deviations.
-    """
-    median = float(np.median(values))
-    return max(1.4826 * float(np.median(np.abs(values - median))), 1e-3 * abs(median), 1e-12)
 
 
 def replay(rules: RuleSet, table: Table, warmup: int) -> Replay:

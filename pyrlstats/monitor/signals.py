@@ -1,4 +1,4 @@
-"""What is watched of each slice: growth of tails, weights and distances, as logarithms, upwards.
+"""What is watched of each slice: growth of tails, weights and distances, as logarithms where they can be, upwards.
 
 A signal is a figure of the flat mapping of ``to_dict``, or is made from the state and the frozen state of the baseline.
 Logarithms make noise and growth alike at every scale: 0.1 is 10 % more, a constant rate of growth is a straight line.
@@ -32,6 +32,8 @@ class Signal:
         link: of the loop, that growth of it speaks of.
         count: it is a share of few tokens: log((k + 1/2) / (n + 1)), whose noise is at least that of counting.
         stop: how many times its baseline it is where the run should stop, if it still rises; infinite where never.
+        linear: watched as it is: it may be 0 or negative, and grows by a difference.
+        optional: not there in every run.
     """
 
     key: str
@@ -39,6 +41,8 @@ class Signal:
     link: str = "policy update"
     count: bool = False
     stop: float = math.inf
+    linear: bool = False
+    optional: bool = False
 
 
 # a log-ratio twice as large is four times the KL and the variance of the weights
@@ -52,6 +56,7 @@ SIGNALS = (
     Signal("ks_to_baseline", "distance of the CDF to the baseline"),
     Signal("zero_fraction", "share of equal log-probabilities", "numerics", count=True),
     Signal("nonzero_fraction", "share of unequal log-probabilities", "numerics", count=True),
+    Signal("pareto_k", "Pareto k of the weights", linear=True, optional=True),
 )
 KEYS = tuple(signal.key for signal in SIGNALS)
 
@@ -107,7 +112,8 @@ def against(state: State, reference: Reference) -> dict[str, float]:
 
 
 def values_of(signals: Mapping[str, float], names: tuple[str, ...]) -> Floats:
-    """The watched signals of every slice as logarithms, (S, len(SIGNALS)); NaN where there is none or it is 0."""
+    """The watched signals of every slice, (S, len(SIGNALS)), as logarithms but for linear ones; NaN where there is
+    none, and of the logarithm of 0."""
     result = np.full((len(names), len(SIGNALS)), np.nan)
     for row, name in enumerate(names):
         n = signals.get(f"{name}/n_finite", math.nan)
@@ -117,6 +123,8 @@ def values_of(signals: Mapping[str, float], names: tuple[str, ...]) -> Floats:
             value = share_of(signals, name, signal.key)
             if signal.count:
                 result[row, column] = math.log((value * n + 0.5) / (n + 1.0)) if value >= 0.0 else math.nan
+            elif signal.linear:
+                result[row, column] = value if math.isfinite(value) else math.nan
             elif 0.0 < value < math.inf:
                 result[row, column] = math.log(value)
     return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -9,6 +10,10 @@ from typing import Any
 from pyrlstats.results import Statistics
 from pyrlstats.sinks.bars import bars_of, without_empty_runs
 from pyrlstats.sinks.clients import client
+
+
+def _extra() -> str:
+    return "tensorboard" if importlib.util.find_spec("torch") is not None else "torch,tensorboard"
 
 
 class TensorBoardSink:
@@ -28,7 +33,7 @@ class TensorBoardSink:
     def __init__(self, writer: Any, *, histograms: bool = True) -> None:
         self._owned = isinstance(writer, (str, os.PathLike))
         if self._owned:
-            writer = client("torch.utils.tensorboard", "torch,tensorboard").SummaryWriter(os.fspath(writer))
+            writer = client("torch.utils.tensorboard", _extra()).SummaryWriter(os.fspath(writer))
         self._writer = writer
         self._histograms = histograms
 

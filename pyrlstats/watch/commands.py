@@ -26,6 +26,7 @@ RuleFiles = Annotated[
 ]
 NoBuiltin = Annotated[bool, typer.Option("--no-builtin", help="Without the built-in rules.")]
 Warmup = Annotated[int | None, typer.Option(min=3, help="Steps of the frozen baseline (default: 100, or a quarter).")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Name the rules that have nothing to look at.")]
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -134,6 +135,7 @@ def check(
     run: RunPath,
     rules: RuleFiles = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing; the exit status says it.")] = False,
+    verbose: Verbose = False,
 ) -> None:
     """Say by the exit status whether a run is in trouble: 0 quiet, 1 warning, 2 stop, 3 unreadable.
 
@@ -159,8 +161,7 @@ def check(
             typer.echo(f"{alert.level:<7} step {alert.step}: {alert.name}: {alert.message}")
         damaged = f", {recorded.damaged} damaged lines" if recorded.damaged else ""
         typer.echo(f"{span(recorded.steps)}{damaged}: {counted(alerts) or 'no alerts'}")
-        for notice in judged.notices:
-            typer.echo(notice, err=True)
+        _notices(judged.notices, verbose)
     raise typer.Exit({"info": QUIET, "warning": WARNING, "stop": STOP}[worst])
 
 
@@ -170,6 +171,7 @@ def replay(
     no_builtin: NoBuiltin = False,
     warmup: Warmup = None,
     json_lines: Annotated[bool, typer.Option("--json", help="One alert a line, as JSON.")] = False,
+    verbose: Verbose = False,
 ) -> None:
     """Say what rules would have alarmed about a recorded run, and when."""
     _need("replay", "pydantic", "rich")
@@ -199,8 +201,17 @@ def replay(
             f"{len(book.rules)} rules over {span(recorded.steps)}, baseline of {warmup_of(recorded, warmup)}: "
             f"{counted(found.alerts) or 'no alerts'}"
         )
-    for notice in found.notices:
-        typer.echo(notice, err=True)
+    _notices(found.notices, verbose)
+    if recorded.alerts is not None and not json_lines:
+        typer.echo("rules only: what the monitor's own detectors found is not replayed, see pyrlstats check", err=True)
+
+
+def _notices(notices: list[str], verbose: bool) -> None:
+    from pyrlstats.watch.summary import shortened
+
+    for notice in notices:
+        short = shortened(notice)
+        typer.echo(notice if verbose or short == notice else f"{short}: --verbose names them", err=True)
 
 
 def _plain(text: str) -> str:
@@ -228,13 +239,15 @@ def rules(
     if explain is not None:
         chosen = reference.chosen(book, explain)
         if not chosen:
-            _fail("rules", f"no rule is {explain!r}{reference.nearest_rule(book, explain)}")
+            near = reference.nearest_rule(book, explain) or ": pyrlstats rules lists them"
+            _fail("rules", f"no rule is {explain!r}{near}")
         for rule in chosen:
             Console().print(reference.explained(rule, book))
         return
-    Console().print(reference.listed(book))
     if files:
         typer.echo(f"{', '.join(map(str, files))}: no errors; {len(book.rules)} rules in all")
+    else:
+        Console().print(reference.listed(book))
 
 
 def doctor(

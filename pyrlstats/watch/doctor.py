@@ -28,11 +28,22 @@ _NAMES = ("every", "some", "few", "none")
 EXTRAS = {
     "torch": ("torch",),
     "cli": ("typer", "rich"),
-    "watch": ("pydantic", "jinja2", "matplotlib"),
-    "parquet": ("pyarrow",),
+    "watch": ("typer", "rich", "pydantic", "jinja2", "matplotlib"),
+    "demo": ("torch", "typer", "rich", "pydantic", "jinja2", "matplotlib"),
+    "bench": ("torch", "typer", "rich", "matplotlib", "jinja2"),
     "numba": ("numba",),
+    "parquet": ("pyarrow",),
+    "tensorboard": ("tensorboard",),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow",),
+    "trackio": ("trackio",),
+    "prometheus": ("prometheus_client",),
+    "opentelemetry": ("opentelemetry.sdk",),
+    "transformers": ("transformers", "accelerate"),
+    "trl": ("trl",),
+    "lightning": ("lightning",),
+    "stable-baselines3": ("stable_baselines3",),
     "torchmetrics": ("torchmetrics",),
-    "demo": ("torch", "typer", "rich", "matplotlib", "jinja2"),
 }
 
 
@@ -46,6 +57,8 @@ def examine(console: Console, *, test: bool = True) -> bool:
         table.add_column(title, overflow="fold")
     for name, (_, kinds) in _dispatch.BACKENDS.items():
         reason = _dispatch.unavailable(name)
+        if reason is not None and kinds == ("cuda",) and not _has_gpu():
+            reason = "torch sees no GPU"
         where = ", ".join("NumPy" if kind is None else "any device" if kind == "*" else kind for kind in kinds)
         verdict = ""
         if reason is None and test:
@@ -60,7 +73,7 @@ def examine(console: Console, *, test: bool = True) -> bool:
     extension = info["extension"]
     if extension is None:
         console.print(
-            "the extension is not built: pip install . with a C++17 compiler makes the CPU several times faster"
+            f"the compiled extension is missing, several times faster: {escape(_dispatch.cure_of_extension())}"
         )
     else:
         console.print(f"extension: {escape(', '.join(f'{key} {value}' for key, value in extension.items()))}")
@@ -82,12 +95,23 @@ def examine(console: Console, *, test: bool = True) -> bool:
 
 
 def _version(name: str) -> str | None:
-    if importlib.util.find_spec(name) is None:
+    try:
+        if importlib.util.find_spec(name) is None:
+            return None
+    except ModuleNotFoundError:  # of a dotted name
         return None
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return "installed"
+
+
+def _has_gpu() -> bool:
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def chosen() -> Iterator[str]:
@@ -97,7 +121,7 @@ def chosen() -> Iterator[str]:
         import torch
 
         kinds.append(("CPU tensors", torch.device("cpu")))
-        if torch.cuda.is_available():
+        if _has_gpu():
             kinds.append(("GPU tensors", torch.device("cuda")))
     import warnings
 

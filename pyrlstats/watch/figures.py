@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pyrlstats import quantiles as _quantiles
 from pyrlstats.monitor.alerts import LEVELS, Alert
 from pyrlstats.watch.pooling import Group, evaluated
-from pyrlstats.watch.summary import Summary
+from pyrlstats.watch.summary import Summary, pareto_k
 
 Floats = NDArray[np.float64]
 
@@ -87,6 +87,15 @@ def pictures(summary: Summary) -> list[tuple[str, str, str]]:
                 picture(lambda figure: _side_by_side(figure, summary), 5.6),
             )
         )
+        if any(pareto_k(summary.run, name) is not None for name in summary.slices):
+            found.append(
+                (
+                    "Pareto k of the weights",
+                    "How heavy the right tail of w = exp(x) is, means of neighbouring steps, as the run recorded it at "
+                    "one sample size. Above 0.7, the dashed line, no sample size in reach makes their means reliable.",
+                    picture(lambda figure: _far_tails(figure, summary), 2.9),
+                )
+            )
         found.append(
             (
                 "The distribution then and now",
@@ -274,6 +283,20 @@ def _side_by_side(figure: Figure, summary: Summary) -> None:
         _steps_axis(axes, summary, label=place > 1)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper right", ncols=len(labels))
+
+
+def _far_tails(figure: Figure, summary: Summary) -> None:
+    axes = figure.add_subplot()
+    for name in summary.slices:
+        values = pareto_k(summary.run, name)
+        if values is not None:
+            known = np.isfinite(values)
+            x, mean, _, _ = thinned(summary.run.steps[known].astype(np.float64), values[known], _POINTS)
+            axes.plot(x, mean, color=_colour(summary, name), lw=1.3, marker="o" if len(x) == 1 else None, label=name)
+    axes.axhline(0.7, color=_FAINT, lw=1.0, ls=(0, (4, 2)))
+    axes.set_ylabel("k")
+    _steps_axis(axes, summary)
+    figure.legend(loc="outside upper right", ncols=len(summary.slices))
 
 
 def _log_axis(axis: Any) -> None:

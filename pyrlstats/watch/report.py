@@ -13,11 +13,13 @@ import jinja2
 from pyrlstats._build import version
 from pyrlstats.monitor.alerts import Alert
 from pyrlstats.monitor.rules import RuleSet
+from pyrlstats.monitor.worst import KEY
 from pyrlstats.watch.judging import judge
 from pyrlstats.watch.pooling import pool
 from pyrlstats.watch.runs import Run
-from pyrlstats.watch.summary import FIGURES, Summary, counted, summarise
+from pyrlstats.watch.summary import FIGURES, Summary, counted, shortened, summarise
 
+WORST = ("value", "rank", "sequence", "position")  # of a token
 POINTS = 200  # groups of steps that are drawn
 MOST_ALERTS = 200  # told one by one
 
@@ -55,10 +57,11 @@ def _render(name: str, summary: Summary, **more: Any) -> str:
     return template.render(
         summary=summary,
         figures=FIGURES,
-        alerts=[(alert, advice(alert), evidence(alert)) for alert in alerts[:MOST_ALERTS]],
+        alerts=[(alert, advice(alert), worst(alert), evidence(alert)) for alert in alerts[:MOST_ALERTS]],
         untold=len(alerts) - len(alerts[:MOST_ALERTS]),
         counted=counted(alerts),
         scalars=last_scalars(summary),
+        shortened=shortened,
         version=version(),
         **more,
     )
@@ -70,9 +73,14 @@ def advice(alert: Alert) -> list[tuple[str, str]]:
     return [(title, str(alert.evidence[key])) for key, title in names if alert.evidence.get(key)]
 
 
+def worst(alert: Alert) -> list[tuple[str, ...]]:
+    """The worst tokens of an alert's slice, rows of WORST as text."""
+    return [tuple(f"{_rounded(row.get(key, ''))}" for key in WORST) for row in alert.evidence.get(KEY, ())]
+
+
 def evidence(alert: Alert) -> str:
-    """The figures behind an alert, as indented JSON."""
-    told = {key: value for key, value in alert.evidence.items() if key not in ("meaning", "look_at", "try_next")}
+    """The other figures behind an alert, as indented JSON."""
+    told = {key: value for key, value in alert.evidence.items() if key not in ("meaning", "look_at", "try_next", KEY)}
     return json.dumps(_rounded(told), indent=1, ensure_ascii=False) if told else ""
 
 

@@ -220,12 +220,16 @@ def run_of(reader: RunReader) -> Run:
     return Run(
         path=reader.path,
         kind="run folder",
-        table=table_of([record.step for record in records], [record.scalars for record in records]),
+        table=table_of([record.step for record in records], [_figures(record) for record in records]),
         times=np.array([record.time for record in records], np.float64),
         states=states,
         alerts=reader.alerts,
         damaged=reader.damaged,
     )
+
+
+def _figures(record: Record) -> Mapping[str, float]:
+    return record.scalars if record.tails is None else {**record.scalars, **record.tails.figures}
 
 
 _ROWS = 64  # steps of a Parquet file that are in memory together

@@ -93,7 +93,7 @@ def summarise(run: Run, pooled: Pooled, judged: Judged, *, most_slices: int = 6,
         ordered = _by_interest(now, judged.alerts)
         names = [name for name in now.stats if name in ordered[:most_slices]]
         shown, hidden = tuple(names), tuple(ordered[most_slices:])
-        changes = tuple(_change(name, then, now) for name in shown)
+        changes = tuple(_change(run, name, then, now) for name in shown)
     return Summary(
         run, pooled, judged, then, now, shown, hidden, changes, scalars_of(run, builtin_rules(), most_scalars)
     )
@@ -127,18 +127,24 @@ def cells_of(group: Group, name: str) -> tuple[str, ...]:
     return tuple(number(values[f"{name}/{key}"] if key else lost, form) for _, key, form in _FIGURES)
 
 
+def shortened(notice: str) -> str:
+    """A notice without its lists: what stands before the first parenthesis."""
+    return notice.partition(" (")[0]
+
+
 def number(value: float, form: str) -> str:
     """A figure in words; a dash for one that has no value."""
     return "-" if value != value else form.format(value)
 
 
-def _change(name: str, then: Group, now: Group) -> Change:
+def _change(run: Run, name: str, then: Group, now: Group) -> Change:
     cells = tuple(zip(FIGURES, cells_of(then, name), cells_of(now, name), strict=True))
     figures = compare(now.stats[name], then.stats[name]).to_dict()
     figures = {key.split("/", 1)[1]: value for key, value in figures.items()}
     ratio, log_ratio, error = figures["tail_ratio"], figures["tail_log_ratio"], figures["tail_log_ratio_se"]
+    far = _pareto_k(run, name, then, now)
     if ratio != ratio:
-        return Change(name, cells, "no tokens to compare")
+        return Change(name, cells, f"no tokens to compare{far}")
     between = ""
     if math.isfinite(log_ratio) and math.isfinite(error):
         low, high = math.exp(log_ratio - 1.96 * error), math.exp(log_ratio + 1.96 * error)
@@ -146,7 +152,24 @@ def _change(name: str, then: Group, now: Group) -> Change:
     shift = figures["abs_p99_9_log_shift"]
     tail = f"p99.9 of |x| {shift_in_words(shift)}; " if shift == shift else ""
     verdict = f"{tail}tokens beyond the early p99.9 (|x| ≥ {figures['tail_threshold']:.3g}): {ratio:.2f} times as many"
-    return Change(name, cells, verdict + between)
+    return Change(name, cells, verdict + between + far)
+
+
+def pareto_k(run: Run, name: str) -> Floats | None:
+    """Pareto k of a slice at every step, (n,), NaN where there is none; None where it was not recorded."""
+    values = run.table.signals.get(f"{name}/pareto_k")
+    return values if values is not None and np.isfinite(values).any() else None
+
+
+def _pareto_k(run: Run, name: str, then: Group, now: Group) -> str:
+    values = pareto_k(run, name)
+    if values is None:
+        return ""
+    middles = []
+    for group in (then, now):
+        inside = values[(run.steps >= group.first) & (run.steps <= group.last)]
+        middles.append(float(np.median(known)) if len(known := inside[np.isfinite(inside)]) else math.nan)
+    return f"; Pareto k of the weights {' then '.join(number(middle, '{:.2f}') for middle in middles)} (medians)"
 
 
 def shift_in_words(log_shift: float) -> str:

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from pyrlstats.monitor.alerts import LEVELS, Alert
 from pyrlstats.watch.live import View
-from pyrlstats.watch.summary import counted, number
+from pyrlstats.watch.summary import counted, number, pareto_k, shortened
 
 Floats = NDArray[np.float64]
 
@@ -60,7 +60,12 @@ class Frame:
             yield _scalars(view, width - 2, scalars)
             yield alerts
         if view.notices:
-            yield Text("; ".join(view.notices), style="dim", no_wrap=self._height is not None, overflow="ellipsis")
+            yield Text(
+                "; ".join(map(shortened, view.notices)),
+                style="dim",
+                no_wrap=self._height is not None,
+                overflow="ellipsis",
+            )
 
     def _room(self, wide: bool) -> tuple[int, int, bool]:
         """How many scalars and alerts fit, and whether an alert has one line only."""
@@ -127,7 +132,7 @@ _COLUMNS = (
     ("x = 0", "zero_fraction", "{:.1%}"),
     ("max w", "ratio_max", "{:.3g}"),
 )
-_ORDER = ("tokens", "x = 0", "ESS", "KL k3", "|x| p50", "p99", "p99.9", "p99.99", "clip", "max w")
+_ORDER = ("tokens", "x = 0", "ESS", "KL k3", "|x| p50", "p99", "p99.9", "p99.99", "k", "clip", "max w")
 _GAP = 3  # between two columns
 _SPARKS = (24, 10)  # widths of the small picture
 
@@ -135,16 +140,19 @@ _SPARKS = (24, 10)  # widths of the small picture
 def _slices(view: View, width: int) -> RenderableType:
     assert view.last is not None
     values = view.last.to_dict()
+    far = {name: known for name in view.slices if (known := pareto_k(view.run, name)) is not None}
+    shown_columns = [*_COLUMNS[:4], ("k", "pareto_k", "{:.2f}"), *_COLUMNS[4:]] if far else list(_COLUMNS)
+    values.update({f"{name}/pareto_k": float(far[name][-1]) if name in far else math.nan for name in view.slices})
     columns = {
         title: [short(value) if form == "short" else number(value, form) for value in _of(view, values, key)]
-        for title, key, form in _COLUMNS
+        for title, key, form in shown_columns
     }
     growth = [_growth(view.tails[name]) for name in view.slices]
     widest = max(len(name) for name in view.slices)
     name_width = min(widest, 24 if width >= 100 else 14)
     left = width - (name_width + _GAP) - (max(len("× early"), *map(len, growth)) + _GAP) - (_SPARKS[1] + _GAP)  # noqa: RUF001
     fitting = []
-    for title, _, _ in _COLUMNS:
+    for title in columns:
         needs = max(len(title), *map(len, columns[title])) + _GAP
         if needs > left:
             break

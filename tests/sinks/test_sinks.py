@@ -187,7 +187,7 @@ def test_jsonl_keeps_its_own_keys(tmp_path: Any) -> None:
 
 
 CLIENTS = {
-    "TensorBoardSink": ("torch.utils.tensorboard", "torch,tensorboard", ("folder",)),
+    "TensorBoardSink": ("torch.utils.tensorboard", "tensorboard", ("folder",)),
     "WandbSink": ("wandb", "wandb", ()),
     "MLflowSink": ("mlflow", "mlflow", ()),
     "TrackioSink": ("trackio", "trackio", ()),

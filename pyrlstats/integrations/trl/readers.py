@@ -30,7 +30,8 @@ LOGPS, GENERATE, LOSS = "_get_per_token_logps_and_entropies", "_generate_and_sco
 
 _NO_OLD = (
     "pyrlstats: the trainer computes no old log-probabilities, for it uses each generated batch within one optimizer "
-    "step: learner_vs_old is 1 by construction and old_vs_sampler is learner_vs_sampler. Both are left out."
+    "step: learner_vs_old is 1 by construction and old_vs_sampler is learner_vs_sampler. Both are left out. "
+    "To see a ratio, set steps_per_generation > gradient_accumulation_steps, or num_iterations > 1, or use_vllm."
 )
 _NO_SAMPLER = (
     "pyrlstats: the batch holds no log-probabilities of the sampler (vLLM, or a rollout_func that returns them): "
