@@ -200,7 +200,7 @@ def _checked_group(group: Any, dst: int | None) -> Any:
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
             "a reduction needs a process group: call torch.distributed.init_process_group first, "
-            "or merge the statistics of the workers on the driver"
+            "merge the statistics of the workers on the driver, or, in a single process, take compute() alone"
         )
     group = dist.group.WORLD if group is None else group
     if dist.get_rank(group) < 0:
