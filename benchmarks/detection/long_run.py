@@ -49,15 +49,16 @@ def observe(folder: Path, steps: int, tokens: int, rules: bool) -> dict[str, Any
     monitor = Monitor(folder, RuleBook.load() if rules else None)
     shown = sorted({*(one * 10**power for power in range(3, 7) for one in (1, 2, 5) if one * 10**power < steps), steps})
     rows = []
-    before, start = 0, time.perf_counter()
+    before, start, used = 0, time.perf_counter(), time.process_time()
     for step in range(1, steps + 1):
         monitor.observe(step, *made[step % MADE])
         if step == shown[0]:
             shown.pop(0)
             spent = time.perf_counter() - start
-            rows.append({"steps": step, "MB": memory(), "ms a step": 1e3 * spent / (step - before)})
+            row = {"steps": step, "MB": memory(), "ms a step": 1e3 * spent / (step - before)}
+            rows.append(row | {"CPU ms a step": 1e3 * (time.process_time() - used) / (step - before)})
             print(rows[-1], flush=True)
-            before, start = step, time.perf_counter()
+            before, start, used = step, time.perf_counter(), time.process_time()
     monitor.close()
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     snapshots = len(list((folder / "snapshots").iterdir()))
