@@ -217,9 +217,10 @@ inline void load_pair(const T* p, F& a, F& b) {
 }
 inline void load_pair(const BFloat16* p, F& a, F& b) { load_bf16_pair(&p->bits, a, b); }
 
-// Where groups come from: `ordered` in the order of the tokens, `group` in any. Staged: from
-// memory.
+// Where groups come from: `ordered` in the order of the tokens, `group` in any. kUpperHalfTells: an x
+// whose upper half is 0 is 0. Staged: from memory.
 struct Staged {
+  static constexpr bool kUpperHalfTells = false;
   const float* x;
   Group group(int g) const { return ordered(g); }
   Group ordered(int g) const {
@@ -234,6 +235,8 @@ struct Staged {
 // and the next lines are on their way while this group is worked on.
 template <typename T>
 struct Direct {
+  // subnormals of float32 may be below it; no difference of shorter floats is
+  static constexpr bool kUpperHalfTells = sizeof(T) == 2;
   const T* a;
   const T* b;
   Group group(int g) const {
