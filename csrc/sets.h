@@ -76,8 +76,8 @@ struct Workspace {
   uint16_t* trash;
   // upper halves of the least |x| that is far, clipped or beyond the bins; that, or not calm
   uint16_t restless, not_calm;
-  uint16_t low;       // greatest upper half of |x| that may be a zero's, tiny or below the bins
-  uint16_t beyond;    // upper half of the least |x| that is above the bins or not finite
+  uint16_t low;     // greatest upper half of |x| that may be a zero's, tiny or below the bins
+  uint16_t beyond;  // upper half of the least |x| that is above the bins or not finite
   Stage stage;
 };
 
@@ -142,8 +142,8 @@ inline void each_slice(const Workspace& work, const Set& set, Function f) {
   }
 }
 
-// Each index by a load of its own: three arithmetic instructions fewer a token than parting words of
-// four of them, 4 % faster.
+// Each index by a load of its own: three arithmetic instructions fewer a token than parting words
+// of four of them, 4 % faster.
 template <int kCount>
 inline void drain(const uint16_t* index, uint16_t* histogram) {
 #pragma GCC unroll 64
@@ -229,7 +229,7 @@ void touch(Workspace& work, int index) {
   Set& set = work.sets[index];
   const D none = splat(0.0);
   double* const sums[] = {set.near_x, set.near_x2, set.near_k3, set.near_excess,
-                          set.abs_x,  set.far_x,   set.far_x2, set.far_abs,
+                          set.abs_x,  set.far_x,   set.far_x2,  set.far_abs,
                           set.far_k3, set.far_w,   set.far_w2};
   for (double* sum : sums) store(sum, none);
   if (!set.seen) {

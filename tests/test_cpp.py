@@ -371,6 +371,36 @@ def test_counters_of_sixteen_bits_do_not_overflow(isa: str, oracle: Any) -> None
     check(oracle, run(x, np.zeros_like(x), masks, isa=isa), x, masks)
 
 
+@pytest.mark.parametrize("layout", [Layout(), Layout(10), Layout(5, -19, -3)], ids=str)
+def test_groups_of_every_kind_in_turn(isa: str, layout: Layout, rng: np.random.Generator, oracle: Any) -> None:
+    """Calm, wide, clipped, far, zero and tiny tokens by stretches, while 16-bit counters fill up and are flushed."""
+    kinds = {
+        "calm": lambda n: rng.normal(0, 0.01, n),
+        "wide": lambda n: np.where(rng.random(n) < 0.02, 0.15, rng.normal(0, 0.01, n)),
+        "clipped": lambda n: rng.normal(0, 0.12, n).clip(-0.499, 0.499),
+        "some far": lambda n: np.where(rng.random(n) < 0.01, rng.laplace(0, 1, n), rng.normal(0, 0.01, n)),
+        "far": lambda n: rng.laplace(0, 1, n),
+        "all far": lambda n: rng.choice([-1.0, 1.0], n) * rng.uniform(0.5, 90.0, n),
+        "zero": np.zeros,
+        "tiny": lambda n: rng.normal(0, 1, n) * 10.0 ** rng.uniform(-44, -20, n),
+    }
+    stretches = [kinds[kind](int(rng.integers(1, 3000))) for kind in rng.choice(list(kinds), 300)]
+    x = np.concatenate([kinds["far"](300_000), *stretches]).astype(np.float32)
+    masks = [np.ones(x.size, bool), np.arange(x.size) % 1000 < 990]
+    check(oracle, run(x, np.zeros_like(x), masks[:1], isa=isa, layout=layout), x, masks[:1])
+    check(oracle, run(x, np.zeros_like(x), masks, isa=isa, layout=layout), x, masks)
+
+
+@pytest.mark.parametrize(
+    "size", [1e-40, 1e-30, 1e-5, 0.01, 0.124, 0.126, 0.3, 0.4999, 0.5, 0.65, 1.1, 40.3, 63.9, 64.1]
+)
+def test_equal_tokens_of_every_size(isa: str, size: float, oracle: Any) -> None:
+    """What rounds one token rounds them all: no sum may add that up, whichever path the tokens take."""
+    for value in (size, -size):
+        x = np.full(1000, value, np.float32)
+        check(oracle, run(x, np.zeros_like(x), isa=isa), x, [np.ones(x.size, bool)])
+
+
 def test_flush_to_zero_of_the_caller_changes_nothing(isa: str, rng: np.random.Generator, oracle: Any) -> None:
     x = data("1e-41", 3000, rng)
     x[::3] = 3e-40
