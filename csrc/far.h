@@ -102,8 +102,8 @@ inline void dequeue(Set& set, int count) {
 }
 
 // Full groups of far tokens with |x| < 64: weights in float32, four vectors of them summed up there
-// before they are widened. Each w is right within 9e-8, each k3 within 2e-7. x and its square are
-// summed in float64.
+// before they are widened. Each w is right within 9e-8, each k3 within 2e-7. x, |x| and x^2
+// are summed in float64.
 template <bool kNarrow>
 __attribute__((noinline)) void far_groups(Set& set, const float* x, int groups,
                                           uint16_t* histogram) {
@@ -115,7 +115,7 @@ __attribute__((noinline)) void far_groups(Set& set, const float* x, int groups,
   constexpr int kVectors = 4;
   const uint16_t* index = set.queue;
   for (const float* end = x + kGroup * groups; x < end; x += kVectors * kLanes) {
-    F size[kVectors], w[kVectors], k3[kVectors];
+    F w[kVectors], k3[kVectors];
 #pragma GCC unroll 4
     for (int i = 0; i < kVectors; ++i) {
       const F v = load(x + i * kLanes);
@@ -129,16 +129,15 @@ __attribute__((noinline)) void far_groups(Set& set, const float* x, int groups,
       p = fma(p, r, splat(0.5f));
       const F k = p * (r * r);
       const F s = power_from_magic(shifted), scaled = s * unit;
-      size[i] = abs(v);
       w[i] = fma(scaled, r + k, scaled);
       k3[i] = fma(s, k, fma(s, r, s - one) - v);  // nothing cancels
       const D low = widen(x + i * kLanes), high = widen(x + i * kLanes + kHalf);
       x_sum = x_sum + (low + high);
+      abs_sum = abs_sum + (abs(low) + abs(high));
       x2_sum = fma(high, high, fma(low, low, x2_sum));
       if (kNarrow) drain<kLanes>(index + i * kLanes, histogram);
     }
     index += kVectors * kLanes;
-    abs_sum = abs_sum + widened(sum(size[0], size[1], size[2], size[3]));
     w_sum = w_sum + widened(sum(w[0], w[1], w[2], w[3]));
     w2_sum = w2_sum + widened(fma(w[1], w[1], w[0] * w[0]) + fma(w[3], w[3], w[2] * w[2]));
     k3_sum = k3_sum + widened(sum(k3[0], k3[1], k3[2], k3[3]));

@@ -25,19 +25,6 @@ inline D k3_over_square(D x) {
   return fma(p, x, splat(0.5));
 }
 
-// Sum of |x| of a group, lane by lane, in pairs: float32 rounds it by at most 6e-8 times log2 of
-// their number, and equal tokens not at all.
-inline F size_of(const Group& group) {
-  constexpr int kVectors = kGroup / kLanes;
-  F sizes[kVectors];
-  for (int i = 0; i < kVectors; ++i) sizes[i] = abs(group.x[i]);
-#pragma GCC unroll 16
-  for (int step = kVectors / 2; step > 0; step /= 2) {
-    for (int i = 0; i < step; ++i) sizes[i] = sizes[i] + sizes[i + step];
-  }
-  return sizes[0];
-}
-
 // The sums over near tokens, in registers.
 struct NearSums {
   D x, x2, k3, excess, size;
@@ -56,10 +43,6 @@ struct NearSums {
     store(set.abs_x, size);
   }
 
-  void add_sizes(const Group& group) {
-    const F sizes = size_of(group);
-    size = size + (low_half(sizes) + high_half(sizes));
-  }
   template <bool kCalm>
   void add(D low, D high) {
     const D square_low = low * low, square_high = high * high;
@@ -67,6 +50,7 @@ struct NearSums {
     const D k3_high = square_high * k3_over_square<kCalm>(high);
     x = x + (low + high);
     x2 = x2 + (square_low + square_high);
+    size = size + (abs(low) + abs(high));
     k3 = k3 + (k3_low + k3_high);
     excess = fma(k3_low, fma(splat(2.0), low, k3_low), excess);
     excess = fma(k3_high, fma(splat(2.0), high, k3_high), excess);
@@ -80,7 +64,6 @@ __attribute__((noinline)) void drain_near(Set& set, uint16_t* histogram) {
   NearSums sums(set);
   for (int g = 0; g < count; g += kGroup) {
     const float* const x = set.near + g;
-    sums.add_sizes(Staged{x}.group(0));
 #pragma GCC unroll 16
     for (int i = 0; i < kGroup; i += kLanes) {
       sums.add<false>(widen(x + i), widen(x + i + kHalf));
@@ -186,7 +169,7 @@ __attribute__((noinline)) int prepare(const Plan& plan, Workspace& work, const S
                                       int begin, int groups, Set& set) {
   constexpr int kPairs = kGroup / kLanes / 2, kCalmGroups = 3;
   const H restless = splat(work.restless), far_from = splat(uint16_t(layout::kNearBits >> 16));
-  const H not_calm = splat(set.not_calm < kNotCalm ? work.not_calm : work.restless);
+  const H not_calm = splat(limit_of(work, set));
   const H beyond = splat(work.beyond), record = splat(set.record);
   const H low = splat(work.low), abs_bits = splat(uint16_t(0x7fff));
   const F clip_low = splat(plan.clip_low), clip_high = splat(plan.clip_high);
@@ -278,13 +261,37 @@ __attribute__((noinline)) int prepare(const Plan& plan, Workspace& work, const S
   return taken;
 }
 
+// Takes the extrema of a group that goes the common way; false where it does not, or has no record.
+template <typename Source>
+__attribute__((noinline)) bool take_record(const Workspace& work, const Source& source, int g,
+                                           Set& set) {
+  const Group group = source.group(g);
+  F least = load(set.min_x), most = load(set.max_x);
+  H largest = splat(uint16_t(0));
+  for (int i = 0; i < kGroup / kLanes; i += 2) {
+    largest = max(largest, top_halves(group.x[i], group.x[i + 1]) & splat(uint16_t(0x7fff)));
+  }
+  if (any_at_least(largest, splat(limit_of(work, set)))) return false;
+  if (!any_at_least(largest, splat(set.record))) return false;
+  for (const F& v : group.x) {
+    least = min(least, v);
+    most = max(most, v);
+  }
+  store(set.min_x, least);
+  store(set.max_x, most);
+  set_record(set);
+  set_watch(work, set);
+  return true;
+}
+
 // Groups into the sums over near tokens and the histogram, as long as they need no closer look;
 // returns the number done. No call inside: accumulators stay in registers (spilled ones cost 0.25
 // cycles a token).
 template <bool kNarrow, bool kCalm, typename Source>
 __attribute__((noinline)) int add_groups(Workspace& work, const Source& source, int begin,
-                                         int groups, Set& set) {
+                                         int groups, Set& set, uint16_t first_watch) {
   constexpr int kPairs = kGroup / kLanes / 2;
+  H bound = splat(first_watch);
   const H zero_counters = work.narrow.zero;
   const H watch = splat(set.watch), low = splat(work.low), abs_bits = splat(uint16_t(0x7fff));
   const int shift = work.narrow.shift;
@@ -303,7 +310,8 @@ __attribute__((noinline)) int add_groups(Workspace& work, const Source& source, 
       smallest = min(smallest, a);
       if (kNarrow) store(indices.next + 2 * kLanes * i, shift_right(top[i], shift));
     }
-    if (any_at_least(largest, watch)) break;
+    if (any_at_least(largest, bound)) break;
+    bound = watch;
     if (any_at_least(low, smallest)) {
       H nonzero = abs_bits;
 #pragma GCC unroll 16
@@ -323,7 +331,6 @@ __attribute__((noinline)) int add_groups(Workspace& work, const Source& source, 
         continue;
       }
     }
-    sums.add_sizes(group);
 #pragma GCC unroll 16
     for (int i = 0; i < kGroup / kLanes; ++i) {
       sums.add<kCalm>(low_half(group.x[i]), high_half(group.x[i]));
@@ -348,11 +355,20 @@ template <bool kNarrow, typename Source>
 int run_groups(const Plan& plan, Workspace& work, const Source& source, int begin, int groups,
                Set& set) {
   int done = 0;
+  const auto add = [&](uint16_t first_watch) {
+    // wide bins are slow whatever the sums: more terms do no harm, one function less
+    const int added = set.not_calm < kNotCalm
+                          ? add_groups<kNarrow, kNarrow>(work, source, begin + done, groups - done,
+                                                         set, first_watch)
+                          : add_groups<kNarrow, false>(work, source, begin + done, groups - done,
+                                                       set, first_watch);
+    done += added;
+    return added;
+  };
   while (done < groups) {
-    done += set.not_calm < kNotCalm
-                ? add_groups<kNarrow, true>(work, source, begin + done, groups - done, set)
-                : add_groups<kNarrow, false>(work, source, begin + done, groups - done, set);
+    add(set.watch);
     if (done == groups) break;
+    if (take_record(work, source, begin + done, set) && add(limit_of(work, set)) > 0) continue;
     const int taken = prepare<kNarrow>(plan, work, source, begin + done, groups - done, set);
     if (taken == 0) break;
     done += taken;

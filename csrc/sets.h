@@ -217,9 +217,13 @@ void flush_all(Workspace& work) {
 // the rule, and sums with more terms up to the end of the chunk.
 constexpr int kNotCalm = 4;
 
-// From which upper half of |x| a group needs a closer look.
+// From which upper half of |x| a group goes another way: a function of the chunk's tokens alone, as
+// sums must be. A record takes a look, and the same way as without.
+inline uint16_t limit_of(const Workspace& work, const Set& set) {
+  return set.not_calm < kNotCalm ? work.not_calm : work.restless;
+}
 inline void set_watch(const Workspace& work, Set& set) {
-  const uint16_t limit = set.not_calm < kNotCalm ? work.not_calm : work.restless;
+  const uint16_t limit = limit_of(work, set);
   set.watch = set.record < limit ? set.record : limit;
 }
 

@@ -353,6 +353,15 @@ def test_same_bits_for_any_number_of_threads(isa: str, kind: str, rng: np.random
     check(oracle, states[0], x, masks)
 
 
+def test_records_do_not_change_the_bits(isa: str, rng: np.random.Generator) -> None:
+    """A thread that has seen a larger x in another chunk sums as one that has not."""
+    x = np.concatenate([rng.normal(0, s, 60_000) for s in (1e-4, 0.03, 1e-3, 0.02, 1e-5, 0.1)]).astype(np.float32)
+    x += np.linspace(0, 0.05, x.size, dtype=np.float32)
+    wanted = run(x, np.zeros_like(x), isa=isa)
+    for _ in range(10):
+        assert np.array_equal(run(x, np.zeros_like(x), isa=isa, threads=2).buffer, wanted.buffer)
+
+
 def test_integers_agree_across_instruction_sets(rng: np.random.Generator) -> None:
     x = data("bits", 100_000, rng)
     masks = memberships("random", x.size, rng)
