@@ -313,6 +313,12 @@ __attribute__((noinline)) int add_groups(Workspace& work, const Source& source, 
     if (any_at_least(largest, bound)) break;
     bound = watch;
     if (any_at_least(low, smallest)) {
+      if (!any_at_least(largest, low)) {
+        if (any_at_least(largest, splat(uint16_t(1)))) break;
+        if (!Source::kUpperHalfTells && any_subnormal(group)) break;
+        zero_tokens += kGroup;  // they add to nothing else
+        continue;
+      }
       H nonzero = abs_bits;
 #pragma GCC unroll 16
       for (int i = 0; i < kPairs; ++i) {
@@ -326,10 +332,6 @@ __attribute__((noinline)) int add_groups(Workspace& work, const Source& source, 
       }
       if (any_at_least(low, nonzero)) break;
       if (!Source::kUpperHalfTells && any_subnormal(group)) break;
-      if (!any_at_least(largest, low)) {
-        zero_tokens += kGroup;  // they add to nothing else
-        continue;
-      }
     }
 #pragma GCC unroll 16
     for (int i = 0; i < kGroup / kLanes; ++i) {
