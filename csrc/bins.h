@@ -54,6 +54,7 @@ struct NarrowBins {
 };
 
 constexpr float kNearLimit = 0.5f;
+constexpr float kCalmLimit = 0.125f;  // below, fewer terms of exp(x) do
 static_assert(layout::kNearBits == 0x3f000000, "kNearLimit is layout.py's NEAR_LIMIT");
 
 inline uint16_t upper_half(float v) {

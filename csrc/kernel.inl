@@ -36,6 +36,7 @@ __attribute__((noinline)) void add_odd(const Plan& plan, Workspace& work, float 
     const double v = x, k3 = 0.5 * v * v;
     set.single[layout::kSumNearX] += v;
     set.single[layout::kSumNearX2] += v * v;
+    set.single[layout::kSumNearK3] += k3;
     set.single[layout::kSumNearExcess] += k3 * (2 * v + k3);
     set.single[layout::kSumAbsX] += v < 0 ? -v : v;
     set.counts[layout::kCountClipLow] += x < plan.clip_low;
@@ -266,7 +267,11 @@ void finish_set(const Plan& plan, Workspace& work, Set& set) {
     store(set.max_x, most);
     set.waiting = 0;
   }
-  finish_far(set);
+  if (work.bins.narrow()) {
+    finish_parted<true>(work, set);
+  } else {
+    finish_parted<false>(work, set);
+  }
 }
 
 template <int kSize, typename T>
@@ -289,9 +294,8 @@ Moments reduce(const Set& set) {
   m.sums[layout::kSumFarK3] = total(set.far_k3);
   m.sums[layout::kSumFarW] = total(set.far_w);
   m.sums[layout::kSumFarW2] = total(set.far_w2);
-  m.sums[layout::kSumNearK3] = 0;
+  m.sums[layout::kSumNearK3] = total(set.near_k3);
   for (int i = 0; i < layout::kSumSize; ++i) m.sums[i] += set.single[i];
-  m.sums[layout::kSumNearK3] = 0.5 * m.sums[layout::kSumNearX2] + total(set.near_c);
   m.far_scale = set.far_scale;
   m.counts[layout::kCountNZero] += set.zeros;
   m.maxima[layout::kMaxMaxX] = highest(set);

@@ -6,15 +6,86 @@
 namespace pyrlstats {
 namespace {
 
-// exp(x) - 1 - x - x^2/2 = x^3 p(x), |x| < 0.5; p within 3e-7. Kept apart from x^2/2, which is
-// exact in float64.
-inline F k3_beyond_square(F x) {
-  F p = splat(0.00019884294306393713f);
-  p = fma(p, x, splat(0.0013966514961794019f));
-  p = fma(p, x, splat(0.008333387784659863f));
-  p = fma(p, x, splat(0.0416661836206913f));
-  p = fma(p, x, splat(0.1666666567325592f));
-  return p * (x * x * x);
+// (exp(x) - 1 - x) / x^2 in float64, which makes k3 and (w - 1)^2 agree to all their digits: within
+// 1.2e-7 for |x| < kCalmLimit, within 3e-8 for |x| < 0.5. 0.5 itself, not its best fit: small x get
+// their k3 to the last digit.
+template <bool kCalm>
+inline D k3_over_square(D x) {
+  if (kCalm) {
+    D p = splat(0.008333480526110645);
+    p = fma(p, x, splat(0.04168464729814862));
+    p = fma(p, x, splat(0.16666669341714987));
+    return fma(p, x, splat(0.5));
+  }
+  D p = splat(0.00019863352651858316);
+  p = fma(p, x, splat(0.0013975332017990103));
+  p = fma(p, x, splat(0.008333480078318835));
+  p = fma(p, x, splat(0.0416659993359512));
+  p = fma(p, x, splat(0.16666665432117547));
+  return fma(p, x, splat(0.5));
+}
+
+// The sums over near tokens, in registers.
+struct NearSums {
+  D x, x2, k3, excess, size;
+
+  explicit NearSums(const Set& set)
+      : x(load(set.near_x)),
+        x2(load(set.near_x2)),
+        k3(load(set.near_k3)),
+        excess(load(set.near_excess)),
+        size(load(set.abs_x)) {}
+  void store_to(Set& set) const {
+    store(set.near_x, x);
+    store(set.near_x2, x2);
+    store(set.near_k3, k3);
+    store(set.near_excess, excess);
+    store(set.abs_x, size);
+  }
+
+  template <bool kCalm>
+  void add(D low, D high) {
+    const D square_low = low * low, square_high = high * high;
+    const D k3_low = square_low * k3_over_square<kCalm>(low);
+    const D k3_high = square_high * k3_over_square<kCalm>(high);
+    x = x + (low + high);
+    x2 = x2 + (square_low + square_high);
+    size = size + (abs(low) + abs(high));
+    k3 = k3 + (k3_low + k3_high);
+    excess = fma(k3_low, fma(splat(2.0), low, k3_low), excess);
+    excess = fma(k3_high, fma(splat(2.0), high, k3_high), excess);
+  }
+};
+
+// Works on the full groups of near tokens that wait in the set.
+template <bool kNarrow>
+__attribute__((noinline)) void drain_near(Set& set, uint16_t* histogram) {
+  const int count = set.near_waiting / kGroup * kGroup;
+  NearSums sums(set);
+  for (int g = 0; g < count; g += kGroup) {
+    const float* const x = set.near + g;
+#pragma GCC unroll 16
+    for (int i = 0; i < kGroup; i += kLanes) {
+      sums.add<false>(widen(x + i), widen(x + i + kHalf));
+      if (kNarrow) drain<kLanes>(set.queue + g + i, histogram);
+    }
+  }
+  sums.store_to(set);
+  set.near_waiting -= count;
+  for (int i = 0; i < set.near_waiting; ++i) set.near[i] = set.near[count + i];
+  if (kNarrow) dequeue(set, count);
+}
+
+// The same of all that waits, the last groups filled up; zeros add to no sum.
+template <bool kNarrow>
+void finish_parted(Workspace& work, Set& set) {
+  if (kNarrow) {
+    for (int i = 0; i < set.queued; i += kGroup) drain<kGroup>(set.queue + i, set.histogram);
+    set.queued = 0;
+  }
+  for (; set.near_waiting % kGroup != 0; ++set.near_waiting) set.near[set.near_waiting] = 0;
+  if (set.near_waiting > 0) drain_near<kNarrow>(set, work.trash);
+  finish_far<kNarrow>(set, work.trash);
 }
 
 // The group's tokens in the slices' own histograms, where 16 bits do not hold a bin.
@@ -46,13 +117,12 @@ inline float highest(const Set& set) {
   return v;
 }
 
-// From which upper half of |x| a group may hold a new minimum or maximum, or be restless: groups
-// below both extrema's |x| have none. Zeros alone have none once 0 is inside.
-inline void set_watch(const Workspace& work, Set& set) {
+// From which upper half of |x| a group may hold a new minimum or maximum: groups below both
+// extrema's |x| have none. Zeros alone have none once 0 is inside.
+inline void set_record(Set& set) {
   const float low = -lowest(set), high = highest(set), record = low < high ? low : high;
   const uint16_t half = upper_half(record) & 0x7fff;  // of a zero of either sign: 0
-  const uint16_t top = record < 0 ? 0 : half > 0 ? half : 1;
-  set.watch = top < work.restless ? top : work.restless;
+  set.record = record < 0 ? 0 : half > 0 ? half : 1;
 }
 
 inline bool any_subnormal(const Group& group) {
@@ -67,167 +137,217 @@ inline bool any_odd(const Group& group) {
   return some != 0;
 }
 
-// What the upper halves of |x| of a group say.
-struct Heights {
-  H largest = splat(uint16_t(0));
-  H smallest = splat(uint16_t(0xffff));  // less one: a zero is above all that is small
-  Z zeros = is_zero(splat(uint16_t(1)));
+// Indices of the group in work, and of the group before.
+struct Indices {
+  Pending& pending;
+  uint16_t* histogram;
+  const uint16_t* last;
+  uint16_t* next;
 
-  void add(H a) {
-    largest = max(largest, a);
-    smallest = min(smallest, sub(a, splat(uint16_t(1))));
-    zeros = zeros | is_zero(a);
+  explicit Indices(Pending& pending)
+      : pending(pending),
+        histogram(pending.histogram),
+        last(pending.index[0]),
+        next(pending.index[1]) {}
+  void turn(uint16_t* counted) {
+    histogram = counted;
+    last = next;
+    next = pending.index[next == pending.index[0]];
   }
-  bool all_zero() const { return !any_at_least(largest, splat(uint16_t(1))); }
+  void store_back() const {
+    if (last != pending.index[0]) __builtin_memcpy(pending.index[0], last, sizeof pending.index[0]);
+    pending.histogram = histogram;
+  }
 };
 
-// Clip counts of a group; far tokens go to their buffer and become zeros in `near`.
-inline void part_far(const Plan& plan, const Group& group, Set& set, float* near) {
-  const F low = splat(plan.clip_low), high = splat(plan.clip_high), limit = splat(kNearLimit);
-  int below = 0, above = 0,
-      waiting = set.far_waiting;  // in registers: stores of vectors may alias the set
-#pragma GCC unroll 16
-  for (int i = 0; i < kGroup / kLanes; ++i) {
-    const F v = group.x[i];
-    below += __builtin_popcount(mask_bits(less(v, low)));
-    above += __builtin_popcount(mask_bits(less(high, v)));
-    const M far = at_least(abs(v), limit);
-    waiting += compress_store(set.far + waiting, v, mask_bits(far));
-    store(near + i * kLanes, zero_where(far, v));
-  }
-  set.counts[layout::kCountClipLow] += below;
-  set.counts[layout::kCountClipHigh] += above;
-  set.far_waiting = waiting;
-  if (waiting >= kBuffer) drain_far(set);
-}
-
 // A closer look at up to kPrepared groups with large, tiny or record values: indices clamped,
-// extrema updated, far tokens put aside. What is left for `add_groups` goes to work.prepared. Stops
-// before a group with an odd token; returns the number of groups taken.
+// extrema updated, clips counted, near and far tokens packed. Stops before a group with an odd
+// token; returns the number of groups taken. Calm groups in between are taken along: leaving costs
+// more than they do here.
 template <bool kNarrow, typename Source>
 __attribute__((noinline)) int prepare(const Plan& plan, Workspace& work, const Source& source,
                                       int begin, int groups, Set& set) {
-  const H restless = splat(work.restless), not_finite = splat(uint16_t(layout::kInfBits >> 16));
-  Prepared& prepared = work.prepared;
-  F least = load(set.min_x), most = load(set.max_x);
-  int taken = 0, kept = 0;
-  for (; taken < groups && taken < kPrepared; ++taken) {
+  constexpr int kPairs = kGroup / kLanes / 2, kCalmGroups = 3;
+  const H restless = splat(work.restless), far_from = splat(uint16_t(layout::kNearBits >> 16));
+  const H not_calm = splat(limit_of(work, set));
+  const H beyond = splat(work.beyond), record = splat(set.record);
+  const H low = splat(work.low), abs_bits = splat(uint16_t(0x7fff));
+  const F clip_low = splat(plan.clip_low), clip_high = splat(plan.clip_high);
+  const F limit = splat(kNearLimit);
+  constexpr uint32_t kAll = (1u << kLanes) - 1;
+  const int shift = work.narrow.shift;
+  uint16_t* index = set.queue + set.queued;
+  F most = load(set.max_x), least = load(set.min_x);
+  // in registers: stores of vectors may alias the set
+  float* near = set.near + set.near_waiting;
+  float* far = set.far + set.far_waiting;
+  bool new_extrema = false;
+  int64_t below = 0, above = 0;
+  int taken = 0, calm = 0, wide = 0;
+  for (; taken < groups && taken < kPrepared && calm <= kCalmGroups; ++taken) {
+    source.fetch(begin + taken);  // 12 % faster on Laplace(1) from memory
     const Group group = source.group(begin + taken);
-    uint16_t* const index = prepared.index + kGroup * kept;
-    Heights heights;
+    H top[kPairs], largest = splat(uint16_t(0)), smallest = abs_bits;
 #pragma GCC unroll 16
-    for (int i = 0; i < kGroup / kLanes; i += 2) {
-      const H top = top_halves(group.x[i], group.x[i + 1]);
-      heights.add(top & splat(uint16_t(0x7fff)));
-      if (kNarrow) store(index + i * kLanes, work.narrow.of(top));
+    for (int i = 0; i < kPairs; ++i) {
+      top[i] = top_halves(group.x[2 * i], group.x[2 * i + 1]);
+      const H a = top[i] & abs_bits;
+      largest = max(largest, a);
+      smallest = min(smallest, a);
+      if (kNarrow) store(index + 2 * kLanes * i, shift_right(top[i], shift));
     }
-    if (any_at_least(heights.largest, not_finite) && any_odd(group)) break;
-    if (any_at_least(splat(work.tiny), heights.smallest) || any(heights.zeros)) {
+    if (any_at_least(largest, beyond) || any_at_least(low, smallest)) {
       if (any_odd(group)) break;
+      for (int i = 0; i < kPairs; ++i) {
+        if (kNarrow) store(index + 2 * kLanes * i, work.narrow.of(top[i]));
+      }
     }
-    const bool high = any_at_least(heights.largest, restless);
-    if (taken > 0 && !high) break;  // calm again
-    for (const F& v : group.x) {
-      least = min(least, v);
-      most = max(most, v);
+    calm = any_at_least(largest, not_calm) ? 0 : calm + 1;
+    if (any_at_least(largest, record)) {
+      new_extrema = true;
+      for (const F& v : group.x) {
+        least = min(least, v);
+        most = max(most, v);
+      }
     }
-    if (heights.all_zero()) {
+    if (!any_at_least(largest, splat(uint16_t(1)))) {
       set.zeros += kGroup;
       continue;
     }
-    float* const near = prepared.near + kGroup * kept++;
+    index += kGroup;
     if (!kNarrow) count_wide(work, group, set);
-    if (high) {
-      part_far(plan, group, set, near);
-    } else {
+    if (!any_at_least(largest, restless)) {
       group.store_to(near);
+      near += kGroup;
+      wide += calm == 0;
+      continue;
     }
-  }
-  store(set.min_x, least);
-  store(set.max_x, most);
-  set_watch(work, set);
-  prepared.groups = kept;
-  return taken;
-}
-
-// Groups into the sums over near tokens and the histogram. Unless they are prepared, it stops
-// before a group that needs a closer look and returns the number done. No call inside: accumulators
-// stay in registers (spilled ones cost 0.25 cycles a token).
-template <bool kNarrow, bool kIsPrepared, typename Source>
-__attribute__((noinline)) int add_groups(Workspace& work, const Source& source, int begin,
-                                         int groups, Set& set) {
-  Pending& pending = work.pending;
-  uint16_t* histogram = pending.histogram;
-  const uint16_t* index = pending.index[0];
-  uint16_t* next = pending.index[1];
-  const int shift = work.narrow.shift;
-  const H watch = splat(set.watch), small = splat(work.small);
-  const H zero_counters = work.narrow.zero;
-  const D half = splat(0.5), two = splat(2.0);
-  int64_t zero_tokens = 0;
-  D near_x = load(set.near_x), near_x2 = load(set.near_x2), abs_x = load(set.abs_x);
-  D near_c = load(set.near_c), near_excess = load(set.near_excess);
-  int done = 0;
-  for (; done < groups; ++done) {
-    const Group group = source.group(begin + done);
-    if (!kIsPrepared) {
-      Heights heights;
+    uint64_t are_below = 0, are_above = 0;
 #pragma GCC unroll 16
-      for (int i = 0; i < kGroup / kLanes; i += 2) {
-        const H top = top_halves(group.x[i], group.x[i + 1]);
-        const H a = top & splat(uint16_t(0x7fff));
-        heights.add(a);
-        if (kNarrow)
-          store(next + i * kLanes, select(is_zero(a), zero_counters, shift_right(top, shift)));
-      }
-      if (any_at_least(heights.largest, watch) || any_at_least(small, heights.smallest)) break;
-      if (any(heights.zeros)) {
-        if (any_subnormal(group)) break;  // their upper halves look like zeros
-        if (heights.all_zero()) {
-          zero_tokens += kGroup;  // they add to nothing else
-          continue;
-        }
-      }
+    for (int i = 0; i < kGroup / kLanes; ++i) {
+      const F v = group.x[i];
+      are_below |= (uint64_t)mask_bits(less(v, clip_low)) << (i * kLanes);
+      are_above |= (uint64_t)mask_bits(less(clip_high, v)) << (i * kLanes);
+    }
+    below += __builtin_popcountll(are_below);
+    above += __builtin_popcountll(are_above);
+    if (!any_at_least(largest, far_from)) {
+      group.store_to(near);
+      near += kGroup;
+      continue;
     }
 #pragma GCC unroll 16
     for (int i = 0; i < kGroup / kLanes; ++i) {
       const F v = group.x[i];
-      const F beyond = k3_beyond_square(v);
-      const D x_low = low_half(v), x_high = high_half(v);
-      const D c_low = low_half(beyond), c_high = high_half(beyond);
-      const D square_low = x_low * x_low, square_high = x_high * x_high;
-      const D k3_low = fma(half, square_low, c_low), k3_high = fma(half, square_high, c_high);
-      near_x = near_x + (x_low + x_high);
-      abs_x = abs_x + (abs(x_low) + abs(x_high));
-      near_x2 = near_x2 + (square_low + square_high);
-      near_c = near_c + (c_low + c_high);
-      // (w - 1)^2 - x^2 of just the k3 that is summed: what float32 lost cancels in the variance of
-      // w
-      near_excess = fma(k3_low, fma(two, x_low, k3_low), near_excess);
-      near_excess = fma(k3_high, fma(two, x_high, k3_high), near_excess);
+      const uint32_t is_near = mask_bits(less(abs(v), limit));
+      const int64_t count = compress_store(near, v, is_near);
+      compress_store(far, v, is_near ^ kAll);
+      near += count;
+      far += kLanes - count;
+    }
+  }
+  set.not_calm += wide;
+  if (new_extrema) {
+    store(set.min_x, least);
+    store(set.max_x, most);
+    set_record(set);
+  }
+  set_watch(work, set);
+  set.counts[layout::kCountClipLow] += below;
+  set.counts[layout::kCountClipHigh] += above;
+  set.far_waiting = (int)(far - set.far);
+  set.near_waiting = (int)(near - set.near);
+  if (kNarrow) set.queued = (int)(index - set.queue);
+  return taken;
+}
+
+// Takes the extrema of a group that goes the common way; false where it does not, or has no record.
+template <typename Source>
+__attribute__((noinline)) bool take_record(const Workspace& work, const Source& source, int g,
+                                           Set& set) {
+  const Group group = source.group(g);
+  F least = load(set.min_x), most = load(set.max_x);
+  H largest = splat(uint16_t(0));
+  for (int i = 0; i < kGroup / kLanes; i += 2) {
+    largest = max(largest, top_halves(group.x[i], group.x[i + 1]) & splat(uint16_t(0x7fff)));
+  }
+  if (any_at_least(largest, splat(limit_of(work, set)))) return false;
+  if (!any_at_least(largest, splat(set.record))) return false;
+  for (const F& v : group.x) {
+    least = min(least, v);
+    most = max(most, v);
+  }
+  store(set.min_x, least);
+  store(set.max_x, most);
+  set_record(set);
+  set_watch(work, set);
+  return true;
+}
+
+// Groups into the sums over near tokens and the histogram, as long as they need no closer look;
+// returns the number done. No call inside: accumulators stay in registers (spilled ones cost 0.25
+// cycles a token).
+template <bool kNarrow, bool kCalm, typename Source>
+__attribute__((noinline)) int add_groups(Workspace& work, const Source& source, int begin,
+                                         int groups, Set& set, uint16_t first_watch) {
+  constexpr int kPairs = kGroup / kLanes / 2;
+  H bound = splat(first_watch);
+  const H zero_counters = work.narrow.zero;
+  const H watch = splat(set.watch), low = splat(work.low), abs_bits = splat(uint16_t(0x7fff));
+  const int shift = work.narrow.shift;
+  int64_t zero_tokens = 0;
+  Indices indices(work.pending);
+  NearSums sums(set);
+  int done = 0;
+  for (; done < groups; ++done) {
+    const Group group = source.group(begin + done);
+    H top[kPairs], largest = splat(uint16_t(0)), smallest = abs_bits;
+#pragma GCC unroll 16
+    for (int i = 0; i < kPairs; ++i) {
+      top[i] = top_halves(group.x[2 * i], group.x[2 * i + 1]);
+      const H a = top[i] & abs_bits;
+      largest = max(largest, a);
+      smallest = min(smallest, a);
+      if (kNarrow) store(indices.next + 2 * kLanes * i, shift_right(top[i], shift));
+    }
+    if (any_at_least(largest, bound)) break;
+    bound = watch;
+    if (any_at_least(low, smallest)) {
+      if (!any_at_least(largest, low)) {
+        if (any_at_least(largest, splat(uint16_t(1)))) break;
+        if (!Source::kUpperHalfTells && any_subnormal(group)) break;
+        zero_tokens += kGroup;  // they add to nothing else
+        continue;
+      }
+      H nonzero = abs_bits;
+#pragma GCC unroll 16
+      for (int i = 0; i < kPairs; ++i) {
+        const H a = top[i] & abs_bits;
+        const Z zeros = is_zero(a);
+        nonzero = min(nonzero, select(zeros, abs_bits, a));
+        if (kNarrow) {
+          store(indices.next + 2 * kLanes * i,
+                select(zeros, zero_counters, shift_right(top[i], shift)));
+        }
+      }
+      if (any_at_least(low, nonzero)) break;
+      if (!Source::kUpperHalfTells && any_subnormal(group)) break;
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kGroup / kLanes; ++i) {
+      sums.add<kCalm>(low_half(group.x[i]), high_half(group.x[i]));
       // scalar increments of the group before hide behind vector arithmetic
-      if (kNarrow) drain<kLanes>(index + i * kLanes, histogram);
+      if (kNarrow) drain<kLanes>(indices.last + i * kLanes, indices.histogram);
     }
-    histogram = set.histogram;
-    if (kIsPrepared) {
-      index = work.prepared.index + kGroup * done;
+    if (kNarrow) {
+      indices.turn(set.histogram);
     } else {
-      index = next;
-      next = pending.index[next == pending.index[0]];
-      if (!kNarrow) count_wide(work, group, set);
+      count_wide(work, group, set);
     }
   }
-  store(set.near_x, near_x);
-  store(set.near_x2, near_x2);
-  store(set.abs_x, abs_x);
-  store(set.near_c, near_c);
-  store(set.near_excess, near_excess);
+  sums.store_to(set);
   set.zeros += zero_tokens;
-  if (kNarrow && done > 0) {
-    if (index != pending.index[0])
-      __builtin_memcpy(pending.index[0], index, sizeof pending.index[0]);
-    pending.histogram = histogram;
-  }
+  if (kNarrow) indices.store_back();
   return done;
 }
 
@@ -237,13 +357,25 @@ template <bool kNarrow, typename Source>
 int run_groups(const Plan& plan, Workspace& work, const Source& source, int begin, int groups,
                Set& set) {
   int done = 0;
+  const auto add = [&](uint16_t first_watch) {
+    // wide bins are slow whatever the sums: more terms do no harm, one function less
+    const int added = set.not_calm < kNotCalm
+                          ? add_groups<kNarrow, kNarrow>(work, source, begin + done, groups - done,
+                                                         set, first_watch)
+                          : add_groups<kNarrow, false>(work, source, begin + done, groups - done,
+                                                       set, first_watch);
+    done += added;
+    return added;
+  };
   while (done < groups) {
-    done += add_groups<kNarrow, false>(work, source, begin + done, groups - done, set);
+    add(set.watch);
     if (done == groups) break;
+    if (take_record(work, source, begin + done, set) && add(limit_of(work, set)) > 0) continue;
     const int taken = prepare<kNarrow>(plan, work, source, begin + done, groups - done, set);
     if (taken == 0) break;
     done += taken;
-    add_groups<kNarrow, true>(work, Staged{work.prepared.near}, 0, work.prepared.groups, set);
+    if (set.near_waiting >= kBuffer) drain_near<kNarrow>(set, set.histogram);
+    if (set.far_waiting >= kBuffer) drain_far<kNarrow>(set, set.histogram);
   }
   if (kNarrow) set.load += kGroup * done;
   return done;

@@ -9,6 +9,7 @@ namespace {
 
 constexpr int kHalf = kLanes / 2;  // float64 lanes of a vector
 constexpr int kBuffer = 512;       // tokens collected before they are worked on together
+constexpr int kPrepared = 16;      // groups parted into near and far tokens at a time
 constexpr int kJointSets =
     16;  // sets of more than one slice in a chunk; beyond, slice by slice (L2 footprint)
 // Tokens take turns on so many counters of a bin: one counter hit again and again costs 7.2 cycles
@@ -19,22 +20,27 @@ constexpr uint32_t kMaxLoad =
 
 // What a chunk adds to a set, in lanes; buffers of tokens waiting for their set.
 struct alignas(64) Set {
-  double near_x[kHalf], near_x2[kHalf], near_c[kHalf], near_excess[kHalf], abs_x[kHalf];
+  double near_x[kHalf], near_x2[kHalf], near_k3[kHalf], near_excess[kHalf], abs_x[kHalf];
   double far_x[kHalf], far_x2[kHalf], far_abs[kHalf], far_k3[kHalf], far_w[kHalf], far_w2[kHalf];
   float min_x[kLanes], max_x[kLanes];  // of all chunks since `seen`: an extremum may be told twice
   uint16_t watch;    // groups with an upper half of |x| from here on need a closer look
+  int not_calm;      // how many of them in this chunk were only not calm
+  uint16_t record;   // those from here on may hold a new extremum
   double far_scale;  // k of the far weights; -inf while there are none
   int64_t counts[layout::kCountSize];
   double single[layout::kSumSize];  // tokens taken one at a time
   uint64_t key;                     // slices: bit s, or the slice itself where ids are given
   uint32_t load;                    // tokens in the 16-bit histogram
   int64_t zeros;                    // of groups that are nothing else
-  int waiting, far_waiting;
+  int waiting, near_waiting, far_waiting, queued;
   bool touched;         // in this chunk
   bool seen;            // since the last flush_all
   uint16_t* histogram;  // [NarrowBins::counters()][kTurns]; none for wide bins
   alignas(64) float x[kBuffer + 64 + kLanes];
-  alignas(64) float far[kBuffer + 64 + kLanes];
+  // tokens of groups that are not calm, parted, and their histogram indices in any order: as many
+  alignas(64) float near[kBuffer + kPrepared * kGroup + kLanes];
+  alignas(64) float far[kBuffer + kPrepared * kGroup + kLanes];
+  alignas(64) uint16_t queue[2 * kBuffer + kPrepared * kGroup + kGroup];
 };
 
 // Histogram indices of the last group, counted while the next group is worked on.
@@ -43,15 +49,10 @@ struct Pending {
   uint16_t* histogram;
 };
 
-// Groups whose far tokens are out (zeros in their place), with their histogram indices.
-constexpr int kPrepared = 16;
-struct Prepared {
-  alignas(64) float near[kPrepared * 64];
-  alignas(64) uint16_t index[kPrepared * 64];
-  int groups;
-};
-
 struct Workspace {
+  // At the start of a page, where the counters of |x| around 2^-15 and 3 lie: an index that is
+  // loaded just after a count 4096 bytes away is stored has to wait for it.
+  Pending pending;
   // derived from the plan by `open`
   Bins bins;
   NarrowBins narrow;
@@ -73,11 +74,10 @@ struct Workspace {
   bool dirty;       // slice_histogram is not all zeros
   int64_t* slice_zeros;  // [slices]
   uint16_t* trash;
-  uint16_t restless;  // upper half of the least |x| that is far, clipped or beyond the bins
-  uint16_t tiny,
-      small;  // greatest upper half of |x|, less one, that may be tiny; or that, or below the bins
-  Pending pending;
-  Prepared prepared;
+  // upper halves of the least |x| that is far, clipped or beyond the bins; that, or not calm
+  uint16_t restless, not_calm;
+  uint16_t low;     // greatest upper half of |x| that may be a zero's, tiny or below the bins
+  uint16_t beyond;  // upper half of the least |x| that is above the bins or not finite
   Stage stage;
 };
 
@@ -122,9 +122,12 @@ inline Workspace& open(const Plan& plan, void* memory) {
   work.target = work.slice_histogram;
   work.trash = (uint16_t*)(base + sizes.histograms + sizes.histogram * work.slots);
   work.restless = restless_from(plan);
+  const uint16_t calm = upper_half(kCalmLimit);
+  work.not_calm = work.restless < calm ? work.restless : calm;
   const int first = (127 + plan.min_exp) << 7, tiny = kTiny >> 16;
-  work.tiny = (uint16_t)(tiny - 2);
-  work.small = (uint16_t)((first > tiny ? first : tiny) - 2);
+  work.low = (uint16_t)((first > tiny ? first : tiny) - 1);
+  const int last = (127 + plan.max_exp) << 7, not_finite = layout::kInfBits >> 16;
+  work.beyond = (uint16_t)(last < not_finite ? last : not_finite);
   if (!work.pending.histogram) work.pending.histogram = work.trash;
   return work;
 }
@@ -139,17 +142,12 @@ inline void each_slice(const Workspace& work, const Set& set, Function f) {
   }
 }
 
+// Each index by a load of its own: three arithmetic instructions fewer a token than parting words
+// of four of them, 4 % faster.
 template <int kCount>
 inline void drain(const uint16_t* index, uint16_t* histogram) {
 #pragma GCC unroll 64
-  for (int i = 0; i < kCount; i += 4) {
-    uint64_t four;
-    __builtin_memcpy(&four, index + i, 8);
-    ++histogram[kTurns * (four & 0xffff)];
-    ++histogram[kTurns * (four >> 16 & 0xffff) + 1];
-    ++histogram[kTurns * (four >> 32 & 0xffff) + 2];
-    ++histogram[kTurns * (four >> 48) + 3];
-  }
+  for (size_t i = 0; i < kCount; ++i) ++histogram[kTurns * (size_t)index[i] + i % kTurns];
 }
 
 // Count what is pending, now.
@@ -202,7 +200,7 @@ void flush(Workspace& work, Set& set) {
     set.histogram[kTurns * narrow.zeros + i] = 0;
   }
   each_slice(work, set, [&](int64_t slice) { work.slice_zeros[slice] += zeros; });
-  set.load = 0;
+  set.load = set.queued;  // they are still to be counted
 }
 
 void flush_all(Workspace& work) {
@@ -215,26 +213,42 @@ void flush_all(Workspace& work) {
   work.last_set = -1;
 }
 
+// Tokens that are calm are so as a rule: a set that has met this many groups that are not has left
+// the rule, and sums with more terms up to the end of the chunk.
+constexpr int kNotCalm = 4;
+
+// From which upper half of |x| a group goes another way: a function of the chunk's tokens alone, as
+// sums must be. A record takes a look, and the same way as without.
+inline uint16_t limit_of(const Workspace& work, const Set& set) {
+  return set.not_calm < kNotCalm ? work.not_calm : work.restless;
+}
+inline void set_watch(const Workspace& work, Set& set) {
+  const uint16_t limit = limit_of(work, set);
+  set.watch = set.record < limit ? set.record : limit;
+}
+
 // First meeting of a set in this chunk. Extrema stay: found anew they would cost 0.1 cycles a
 // token.
 void touch(Workspace& work, int index) {
   Set& set = work.sets[index];
   const D none = splat(0.0);
-  double* const sums[] = {set.near_x, set.near_x2, set.near_c, set.near_excess,
-                          set.abs_x,  set.far_x,   set.far_x2, set.far_abs,
+  double* const sums[] = {set.near_x, set.near_x2, set.near_k3, set.near_excess,
+                          set.abs_x,  set.far_x,   set.far_x2,  set.far_abs,
                           set.far_k3, set.far_w,   set.far_w2};
   for (double* sum : sums) store(sum, none);
   if (!set.seen) {
     store(set.min_x, splat(__builtin_inff()));
     store(set.max_x, splat(-__builtin_inff()));
-    set.watch = 0;
+    set.record = 0;
     set.seen = true;
   }
   set.zeros = 0;
   set.far_scale = -__builtin_inf();
   for (int64_t& count : set.counts) count = 0;
   for (double& sum : set.single) sum = 0;
-  set.waiting = set.far_waiting = 0;
+  set.waiting = set.near_waiting = set.far_waiting = set.queued = 0;
+  set.not_calm = 0;
+  set_watch(work, set);
   set.touched = true;
   work.order[work.touched++] = index;
 }

@@ -75,6 +75,8 @@ inline void store(double* p, D v) { _mm256_storeu_pd(p, v); }
 inline D splat(double v) { return _mm256_set1_pd(v); }
 inline D low_half(F v) { return _mm256_cvtps_pd(_mm256_castps256_ps128(v)); }
 inline D high_half(F v) { return _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1)); }
+// kLanes / 2 floats at p
+inline D widen(const float* p) { return _mm256_cvtps_pd(_mm_loadu_ps(p)); }
 inline D fma(D a, D b, D c) { return _mm256_fmadd_pd(a, b, c); }
 inline D abs(D v) { return _mm256_andnot_pd(_mm256_set1_pd(-0.0), v); }
 inline D max(D a, D b) { return _mm256_max_pd(a, b); }

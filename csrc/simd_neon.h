@@ -76,6 +76,8 @@ inline void store(double* p, D v) { vst1q_f64(p, v); }
 inline D splat(double v) { return vdupq_n_f64(v); }
 inline D low_half(F v) { return vcvt_f64_f32(vget_low_f32(v)); }
 inline D high_half(F v) { return vcvt_high_f64_f32(v); }
+// kLanes / 2 floats at p
+inline D widen(const float* p) { return vcvt_f64_f32(vld1_f32(p)); }
 inline D fma(D a, D b, D c) { return vfmaq_f64(c, a, b); }
 inline D abs(D v) { return vabsq_f64(v); }
 inline D max(D a, D b) { return vmaxq_f64(a, b); }

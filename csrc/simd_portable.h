@@ -65,6 +65,8 @@ inline void store(double* p, D v) { __builtin_memcpy(p, &v, sizeof v); }
 inline D splat(double v) { return D{v, v}; }
 inline D low_half(F v) { return D{v[0], v[1]}; }
 inline D high_half(F v) { return D{v[2], v[3]}; }
+// kLanes / 2 floats at p
+inline D widen(const float* p) { return D{p[0], p[1]}; }
 inline D fma(D a, D b, D c) { return a * b + c; }
 inline D abs(D v) { return (D)((L)v & 0x7fffffffffffffff); }
 inline D keep_where(D v, D mask) { return (D)((L)v & (L)mask); }

@@ -174,15 +174,24 @@ inline const uint8_t* mask_bytes(const Operand& mask, int64_t begin, int64_t cou
   return bytes;
 }
 
-// Slice ids as int32: -1 for no slice, `slices` for beyond the last.
+// Slice ids as int32: -1 for no slice, `slices` for beyond the last. A minimum and a maximum, which
+// any instruction set has in vectors; the next block is on its way to the second-level cache.
 template <typename T>
 void clamp_ids(const char* p, int64_t slices, int64_t count, int32_t* to) {
-  for (int64_t i = 0; i < count; ++i) {
-    T v;
-    __builtin_memcpy(&v, p + i * sizeof(T), sizeof(T));
-    const bool none = v < T(0);  // never, where T is unsigned
-    const bool beyond = !none && (uint64_t)v >= (uint64_t)slices;
-    to[i] = none ? -1 : beyond ? (int32_t)slices : (int32_t)v;
+  constexpr bool kSigned = T(-1) < T(0);
+  constexpr uint64_t kMost = ~0ull >> (64 - 8 * sizeof(T) + kSigned);
+  const T least = kSigned ? T(-1) : T(0);
+  const T most = (uint64_t)slices < kMost ? T(slices) : T(kMost);
+  for (int64_t i = 0; i < count;) {
+    for (size_t line = 0; line < sizeof(T); ++line) {
+      __builtin_prefetch(p + (i + kBlock) * sizeof(T) + 64 * line, 0, 2);
+    }
+    for (const int64_t end = i + 64 < count ? i + 64 : count; i < end; ++i) {
+      T v;
+      __builtin_memcpy(&v, p + i * sizeof(T), sizeof(T));
+      v = v > least ? v : least;
+      to[i] = (int32_t)(v < most ? v : most);
+    }
   }
 }
 
@@ -217,10 +226,12 @@ inline void load_pair(const T* p, F& a, F& b) {
 }
 inline void load_pair(const BFloat16* p, F& a, F& b) { load_bf16_pair(&p->bits, a, b); }
 
-// Where groups come from: `ordered` in the order of the tokens, `group` in any. Staged: from
-// memory.
+// Where groups come from: `ordered` in the order of the tokens, `group` in any. kUpperHalfTells: an
+// x whose upper half is 0 is 0. Staged: from memory.
 struct Staged {
+  static constexpr bool kUpperHalfTells = false;
   const float* x;
+  void fetch(int) const {}
   Group group(int g) const { return ordered(g); }
   Group ordered(int g) const {
     Group out;
@@ -234,6 +245,8 @@ struct Staged {
 // and the next lines are on their way while this group is worked on.
 template <typename T>
 struct Direct {
+  // subnormals of float32 may be below it; no difference of shorter floats is
+  static constexpr bool kUpperHalfTells = sizeof(T) == 2;
   const T* a;
   const T* b;
   Group group(int g) const {
@@ -254,6 +267,14 @@ struct Direct {
       out.x[i + 1] = p1 - q1;
     }
     return out;
+  }
+  // For groups that are loaded in bursts: what follows on its way to the second-level cache
+  void fetch(int g) const {
+    constexpr int kFurther = 8192;  // bytes
+    for (size_t i = 0; i < sizeof(T); ++i) {
+      __builtin_prefetch((const char*)(a + kGroup * g) + kFurther + 64 * i, 0, 2);
+      __builtin_prefetch((const char*)(b + kGroup * g) + kFurther + 64 * i, 0, 2);
+    }
   }
   Group ordered(int g) const {
     Group out;

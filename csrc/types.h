@@ -39,8 +39,9 @@ struct Operand {
   const int64_t* strides;  // [ndim], bytes
 };
 
-// Bits of 2^-40. Below, x^3 leaves float32: such tokens are taken one at a time, in float64.
-constexpr uint32_t kTiny = 0x2b800000;
+// Bits of the least normal float32. The upper half of a smaller x may look like a zero's: such
+// tokens are taken one at a time.
+constexpr uint32_t kTiny = 0x00800000;
 
 constexpr int kMaxMasks = 64;  // masks of one pass: one bit each in a set's key
 

@@ -353,6 +353,15 @@ def test_same_bits_for_any_number_of_threads(isa: str, kind: str, rng: np.random
     check(oracle, states[0], x, masks)
 
 
+def test_records_do_not_change_the_bits(isa: str, rng: np.random.Generator) -> None:
+    """A thread that has seen a larger x in another chunk sums as one that has not."""
+    x = np.concatenate([rng.normal(0, s, 60_000) for s in (1e-4, 0.03, 1e-3, 0.02, 1e-5, 0.1)]).astype(np.float32)
+    x += np.linspace(0, 0.05, x.size, dtype=np.float32)
+    wanted = run(x, np.zeros_like(x), isa=isa)
+    for _ in range(10):
+        assert np.array_equal(run(x, np.zeros_like(x), isa=isa, threads=2).buffer, wanted.buffer)
+
+
 def test_integers_agree_across_instruction_sets(rng: np.random.Generator) -> None:
     x = data("bits", 100_000, rng)
     masks = memberships("random", x.size, rng)
@@ -369,6 +378,36 @@ def test_counters_of_sixteen_bits_do_not_overflow(isa: str, oracle: Any) -> None
     x[-1000:] = 0.2
     masks = [np.arange(x.size) % 1000 < 990, np.ones(x.size, bool)]
     check(oracle, run(x, np.zeros_like(x), masks, isa=isa), x, masks)
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(10), Layout(5, -19, -3)], ids=str)
+def test_groups_of_every_kind_in_turn(isa: str, layout: Layout, rng: np.random.Generator, oracle: Any) -> None:
+    """Calm, wide, clipped, far, zero and tiny tokens by stretches, while 16-bit counters fill up and are flushed."""
+    kinds = {
+        "calm": lambda n: rng.normal(0, 0.01, n),
+        "wide": lambda n: np.where(rng.random(n) < 0.02, 0.15, rng.normal(0, 0.01, n)),
+        "clipped": lambda n: rng.normal(0, 0.12, n).clip(-0.499, 0.499),
+        "some far": lambda n: np.where(rng.random(n) < 0.01, rng.laplace(0, 1, n), rng.normal(0, 0.01, n)),
+        "far": lambda n: rng.laplace(0, 1, n),
+        "all far": lambda n: rng.choice([-1.0, 1.0], n) * rng.uniform(0.5, 90.0, n),
+        "zero": np.zeros,
+        "tiny": lambda n: rng.normal(0, 1, n) * 10.0 ** rng.uniform(-44, -20, n),
+    }
+    stretches = [kinds[kind](int(rng.integers(1, 3000))) for kind in rng.choice(list(kinds), 300)]
+    x = np.concatenate([kinds["far"](300_000), *stretches]).astype(np.float32)
+    masks = [np.ones(x.size, bool), np.arange(x.size) % 1000 < 990]
+    check(oracle, run(x, np.zeros_like(x), masks[:1], isa=isa, layout=layout), x, masks[:1])
+    check(oracle, run(x, np.zeros_like(x), masks, isa=isa, layout=layout), x, masks)
+
+
+@pytest.mark.parametrize(
+    "size", [1e-40, 1e-30, 1e-5, 0.01, 0.124, 0.126, 0.3, 0.4999, 0.5, 0.65, 1.1, 40.3, 63.9, 64.1]
+)
+def test_equal_tokens_of_every_size(isa: str, size: float, oracle: Any) -> None:
+    """What rounds one token rounds them all: no sum may add that up, whichever path the tokens take."""
+    for value in (size, -size):
+        x = np.full(1000, value, np.float32)
+        check(oracle, run(x, np.zeros_like(x), isa=isa), x, [np.ones(x.size, bool)])
 
 
 def test_flush_to_zero_of_the_caller_changes_nothing(isa: str, rng: np.random.Generator, oracle: Any) -> None:
