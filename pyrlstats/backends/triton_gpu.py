@@ -56,7 +56,8 @@ def count_digits(batch: Batch, intervals: Intervals, absolute: bool) -> Array:
     x = flat.log_ratio(batch)
     slices, n = intervals.low.shape
     counts = torch.zeros((slices, n, DIGITS), dtype=torch.int64, device=x.device)
-    columns = [field.contiguous() for field in intervals]
+    low, width, shift = (field.contiguous() for field in intervals)
     for index in range(slices):
-        digits.count_(x, flat.members(batch, index), *[column[index] for column in columns], absolute, counts[index])
+        member = flat.members(batch, index)
+        digits.count_(x, member, low[index], width[index], shift[index], absolute, counts[index])
     return counts
