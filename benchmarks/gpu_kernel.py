@@ -441,10 +441,12 @@ def main() -> None:
         "large": lambda: rows_large(options.sweep), "small": lambda: rows_small(options.sweep), "host": rows_host,
         "torch": rows_torch, "accuracy": rows_accuracy, "memory": memory, "huge": rows_huge,
     }  # fmt: skip
-    rows = [row for part in options.only.split(",") for row in parts[part]()]
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump({"machine": machine, "rows": rows}, file, indent=1)
+    rows: list[dict[str, Any]] = []
+    for part in options.only.split(","):
+        rows += parts[part]()
+        if options.json:  # after every part: a run that is cut short leaves something
+            with open(options.json, "w") as file:
+                json.dump({"machine": machine, "rows": rows}, file, indent=1)
 
 
 if __name__ == "__main__":
