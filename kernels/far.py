@@ -16,7 +16,7 @@ from pyrlstats import layout
 
 LOG2E = tl.constexpr(layout.LOG2E)
 PLAIN_LIMIT = tl.constexpr(320.0)
-HUGE_BITS = tl.constexpr(layout.float32_bits(320.0) + 1)  # of the smallest magnitude beyond it
+HUGE_BITS = tl.constexpr(layout.float32_bits(PLAIN_LIMIT.value) + 1)  # of the smallest magnitude beyond it
 
 ROW = tl.constexpr(32)
 RESULT = tl.constexpr(16)  # columns that merge.py reads

@@ -235,8 +235,8 @@ def _plain_batch(
 ) -> Batch | None:
     """The batch of dense tensors of one shape on one device, a dict of masks in order: what a trainer's loop gives.
 
-    None for everything else, right or wrong. A third of the time of the long way: a call of a few thousand tokens
-    is mostly this.
+    None for everything else, right or wrong. Half the time of the long way, 5 us and not 11: a call of a few thousand
+    tokens is mostly this.
     """
     if sys.modules.get("torch") is None:
         return None

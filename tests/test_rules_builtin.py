@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from source_tree import imported
 
 from pyrlstats.monitor.alerts import Alert
 from pyrlstats.monitor.rules import RuleSet, builtin_rules
@@ -33,30 +34,7 @@ def noise(rng: np.random.Generator, level: float, size: int = N) -> Floats:
     return 1.0 + values
 
 
-SCALARS = {
-    "kl": 0.03,
-    "kl_target": 0.03,
-    "approx_kl": 0.004,
-    "engine_kl": 0.0005,
-    "clip_ratio": 0.1,
-    "entropy": 0.4,
-    "explained_variance": 0.6,
-    "value_loss": 0.2,
-    "reward": 0.5,
-    "reward_std": 0.3,
-    "zero_std_groups": 0.3,
-    "length": 800.0,
-    "truncated": 0.03,
-    "advantage_std": 1.0,
-    "advantage_max": 3.0,
-    "grad_norm": 0.4,
-    "loss": 0.02,
-    "staleness": 1.5,
-    "tool_failures": 0.05,
-    "tool_calls": 2.0,
-    "step_time": 30.0,
-    "memory": 60.0,
-}
+SCALARS = {**imported("benchmarks.detection.together").SCALARS, "kl_target": 0.03}
 STATISTICS = {
     "n_tokens": 50_000.0,
     "zero_fraction": 0.2,
