@@ -255,8 +255,8 @@ def tail_shape(
         logp, old_logp, masks, slice_ids, names, mask: as for :func:`pyrlstats.slice_stats`.
         capacity: largest x kept a slice. None keeps what the tail of all these tokens (of all ranks) needs. What is to
             be merged needs the same: that of the whole step, ``tail_size(tokens) + 1`` (with ``sample_size`` it is
-            ``ceil(tokens * tail_size(sample_size) / sample_size) + 1``); k-hat is NaN with the reason "capacity" where it
-            turns out too small.
+            ``ceil(tokens * tail_size(sample_size) / sample_size) + 1``); k-hat is NaN with the reason "capacity" where
+            it turns out too small.
         sample_size: see above.
         group: a ``torch.distributed`` process group over whose ranks' tokens, together, the tail is taken;
             None: this process alone. Without ``capacity`` the ranks first add up their tokens, which syncs.
