@@ -367,7 +367,7 @@ class State:
         import torch
 
         pinned = self._on_its_way()
-        arrived = torch.cuda.Event()
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record(torch.cuda.current_stream(self.buffer.device))
 
         def wait() -> State:
