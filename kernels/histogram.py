@@ -26,9 +26,9 @@ REGISTERS = tl.constexpr(3)
 GLOBAL = tl.constexpr(4)
 
 HEADER = 32  # bytes before the first row; the last word of them takes the tokens that are in no row
-STATIC_BYTES = 46 << 10  # CUDA gives 48 KiB without asking, and Triton's reductions need some of it
-DYNAMIC_WORDS = 1 << 15  # 128 KiB, for rows that need more
-DYNAMIC_SPARE = 4 << 10  # bytes of it left to Triton's reductions
+STATIC_BYTES = 48 << 10  # that CUDA gives without asking
+TRITON_BYTES = 8 << 10  # of them, or of the smaller claim, for Triton's own exchanges
+CLAIMS = (64 << 10, 128 << 10)  # bytes, for rows that need more; a few are left of the larger one too
 MIN_KEY = tl.constexpr(-(1 << 31))  # key of an extremum that no token has set
 
 
@@ -70,8 +70,12 @@ def shared_bytes(G, P, WAY):
 
 
 @triton.constexpr_function
-def is_dynamic(G, P, WAY):
-    return shared_bytes(G, P, WAY) > (46 << 10)
+def claimed(G, P, WAY, BESIDE):
+    """Bytes of dynamic shared memory that the rows lie in, or 0; the program has BESIDE static ones besides."""
+    rows = shared_bytes(G, P, WAY)
+    if rows + BESIDE + TRITON_BYTES <= STATIC_BYTES:
+        return 0
+    return CLAIMS[0] if rows + TRITON_BYTES <= CLAIMS[0] else CLAIMS[1]
 
 
 @triton.constexpr_function
@@ -147,11 +151,12 @@ def _claim_shared(never, scratch_ptr, N: tl.constexpr):
 
 
 @triton.jit
-def start(never, scratch_ptr, G: tl.constexpr, P: tl.constexpr, WAY: tl.constexpr, SLOTS: tl.constexpr):
+def start(never, scratch_ptr, G: tl.constexpr, P: tl.constexpr, WAY: tl.constexpr, SLOTS: tl.constexpr,
+          BESIDE: tl.constexpr):  # fmt: skip
     """Empty counters: a tuple to be handed to :func:`add`. ``never`` is a number that is not negative."""
     if in_shared(WAY):
-        if is_dynamic(G, P, WAY):
-            _claim_shared(never, scratch_ptr, 32768)
+        if claimed(G, P, WAY, BESIDE) > 0:
+            _claim_shared(never, scratch_ptr, claimed(G, P, WAY, BESIDE) // 4)
             base = tl.inline_asm_elementwise(
                 _dynamic_asm(G, P, WAY), "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1
             )

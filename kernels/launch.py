@@ -30,6 +30,8 @@ MAX_GROUP = 4  # overlapping slices a launch
 MAX_IDS = 8  # disjoint slices a launch
 MAX_PER_SM = 2  # programs
 TICKETS = 4096  # launches that can be captured before a capture needs a memset
+WHOLE = 1 << 21  # tokens from which a last, partial tile is a launch of its own
+MANY_SPARE = 4 << 10  # bytes of the larger claim that are left to Triton's exchanges
 MAX_COLUMNS = 1 << 30  # 32-bit arithmetic inside a tile
 
 
@@ -81,7 +83,9 @@ def _scratch_for(device: torch.device) -> Scratch:
 
 @lru_cache
 def _has_many_rows(device: torch.device) -> bool:
-    """Whether a program can have 128 KiB of shared memory: data-centre GPUs, not the others."""
+    """Whether a program can have 160 KiB of shared memory: data-centre GPUs, not the others."""
+    if INTERPRETED:
+        return False
     return torch.cuda.get_device_capability(device) in ((8, 0), (9, 0), (10, 0), (10, 3))
 
 
@@ -109,8 +113,8 @@ def _histogram_way(layout: Layout, mode: int, slices: int, many_rows: bool, port
     return _fitting(_SLICES, layout, group, many_rows)
 
 
-def _fitting(way: int, layout: Layout, group: int, dynamic: bool) -> tuple[int, int]:
-    room = 4 * histogram.DYNAMIC_WORDS - histogram.DYNAMIC_SPARE if dynamic else histogram.STATIC_BYTES
+def _fitting(way: int, layout: Layout, group: int, many_rows: bool) -> tuple[int, int]:
+    room = histogram.CLAIMS[1] - MANY_SPARE if many_rows else histogram.CLAIMS[0] - histogram.TRITON_BYTES
     while group and histogram.shared_bytes(group, layout.bins_per_sign, way) > room:
         group -= 1
     return (way, group) if group else (_GLOBAL, MAX_GROUP)
@@ -207,13 +211,24 @@ def _launch(
     slices = len(state.names)
     low, high, tail_bits = _thresholds(state.clip)
     if config is None:
-        config = slice_hist.config(n, slices, members[0].element_size() if mode == _IDS else 0, portable)
+        # Triton's own shared memory, 8 KiB with strides or 64-bit elements, would reach into the rows
+        crowded = mode != _IDS and (grid is not None or any(tensor.element_size() > 4 for tensor in tensors))
+        config = slice_hist.config(
+            n, slices, logp.element_size() <= 2, not crowded and _has_many_rows(logp.device), portable
+        )
     tile_size = config.rows * config.v
     alignment = tuple([tensor.data_ptr() & 15 == 0 for tensor in tensors])
     aligned = grid is None and n >= tile_size and False not in alignment
+    whole = aligned and n >= WHOLE
+    if whole and n % tile_size:
+        rest = n - n % tile_size
+        _launch(rest, None, tensors, mode, has_base, state, scratch, portable, config)
+        views = [tensor.view(-1)[rest:] for tensor in tensors]
+        _launch(n - rest, None, views, mode, has_base, state, scratch, portable, None)
+        return
     dtypes = tuple([tensor.dtype for tensor in tensors])
     steps = _plan(config, logp.device, state.layout, slices, mode, has_base, dtypes, grid is None, portable,
-                  None if aligned else alignment)  # fmt: skip
+                  None if aligned else alignment, whole)  # fmt: skip
     tiles = -(-n // tile_size)
     most = config.per_sm * _programs_max(logp.device) // MAX_PER_SM
     run = min(config.run, -(-tiles // most))
@@ -244,16 +259,15 @@ def _plan(
     flat: bool,
     portable: bool,
     alignment: tuple[bool, ...] | None,
+    whole: bool,
 ) -> list[tuple[int, slice, Prepared]]:
     """The launches for tensors like these: first slice, place of its masks among the members, kernel.
 
     dtypes and alignment (to 16 bytes; None where every tensor is and there is a full tile) are of logp, old_logp,
-    the members and the base. Worked out once: a fifth of the host time of a small call.
+    the members and the base; whole: there is no partial tile. Worked out once: a fifth of the host time of a small
+    call.
     """
-    # Triton's own shared memory, 8 KiB with strides or 64-bit elements, would reach into the rows
-    crowded = mode != _IDS and (not flat or any(dtype.itemsize > 4 for dtype in dtypes))
-    many_rows = config.many_rows and not crowded and _has_many_rows(device)
-    way, group = _histogram_way(layout, mode, slices, many_rows, portable)
+    way, group = _histogram_way(layout, mode, slices, config.many_rows, portable)
     kernel = slice_hist.slice_hist_kernel if flat else slice_hist.slice_hist_strided_kernel
     options = {"num_warps": config.rows // 32}
     if config.registers and torch.version.cuda is not None and not INTERPRETED:
@@ -265,7 +279,7 @@ def _plan(
         masked = slice(first, first + g) if mode == _MASKS else slice(0, min(n_members, 1))
         values = {
             "ROWS": config.rows, "V": config.v, "G": g, "MODE": mode, "HAS_BASE": has_base,
-            "ALIGNED": alignment is None, **slice_hist.constants(layout, way),
+            "ALIGNED": alignment is None, "WHOLE": whole, **slice_hist.constants(layout, way),
         }  # fmt: skip
         used = [*range(2), *range(2, 2 + n_members)[masked], *range(2 + n_members, len(dtypes))]
         like = [(dtypes[i], alignment is None or alignment[i]) for i in used]

@@ -103,7 +103,7 @@ def add_tile(counters, x, members, row, largest, histogram_ptr, counts_ptr, row_
             counters, x, magnitude, members, row, histogram_ptr, counts_ptr, low, high, G, P, WAY, SLOTS)  # fmt: skip
         is_far = magnitude >= tile.NEAR_BITS
     is_far = is_far & (magnitude < tile.INF_BITS)
-    # 10 huge tokens in a million (t2) are in a run of four, but not in all of its tiles
+    # a tile whose tokens are not finite may have none
     if tl.max(tl.max(is_far.to(tl.int32), axis=1), axis=0) != 0:
         x = tl.where(is_far, x, 0.0)
         members = tl.where(is_far, members, 0)

@@ -4,19 +4,18 @@ Clipped tokens (x > ln 1.2) and far ones (0.5 <= |x| <= far.PLAIN_LIMIT) are rar
 always hold some. So a warp votes over its 32 V tokens, and only one that holds some looks closer, while they are in
 registers: 1 instruction in V tokens where there are none, 7 a token for the clips, 35 a token for the far sums.
 
-The far sums of a thread lie in local memory, one record a slice, and are touched by these warps alone. Tokens of a
-thread mostly belong to the same slices: they are summed once, and the sums added to the record of each slice.
+The far sums are in registers of every thread where there is one slice, otherwise in the matrix of the warp (matrix.py).
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from pyrlstats.kernels import far, histogram, tile
+from pyrlstats.kernels import far, histogram, matrix, tile
 
 from pyrlstats import layout
 
-RECORD = 48  # bytes a slice: five float64 sums (x, |x|, x^2, w, w^2) and the number of tokens, int32
+SUMS = 6  # x, |x|, x^2, w, w^2 and the number of tokens
 
 
 def _ptx(value: float) -> str:
@@ -28,6 +27,7 @@ def _ptx(value: float) -> str:
 NEAR_LIMIT, PLAIN_LIMIT = _ptx(layout.NEAR_LIMIT), _ptx(far.PLAIN_LIMIT.value)
 NEAR_BITS = layout.NEAR_BITS
 ROUNDER = _ptx(12582912.0)  # 1.5 2^23: added to a float32 below 2^22 it leaves the nearest integer in the low bits
+NEGLIGIBLE = _ptx(-700.0)  # its w is nothing beside that of -PLAIN_LIMIT, and no exponent wraps around
 LOG2E_HIGH = _ptx(layout.LOG2E)
 LOG2E_LOW = _ptx(layout.LOG2E - layout.float32_from_bits(layout.float32_bits(layout.LOG2E)))
 
@@ -46,24 +46,14 @@ POWER = tuple(
 
 
 @triton.constexpr_function
-def _declare_asm(G):
-    return f".local .align 8 .b8 pyrlstats_far[{RECORD * G}];\nmov.u32 $0, 0;"
+def _declare_asm():
+    empty = " ".join(f"mov.f64 pyrlstats_far{k}, {matrix.ZERO};" for k in range(SUMS))
+    return f".reg .f64 pyrlstats_far<{SUMS}>;\n{empty} mov.u32 $0, 0;"
 
 
 @triton.constexpr_function
-def _clear_asm(G):
-    lines = [f"st.local.b64 [pyrlstats_far+{at}], z;" for at in range(0, RECORD * G, 8)]
-    return "{ .reg .b64 z; mov.b64 z, 0; " + " ".join(lines) + " mov.u32 $0, 0; }"
-
-
-@triton.constexpr_function
-def _sum_asm(S, K):
-    return f"ld.local.f64 $0, [pyrlstats_far+{RECORD * S + 8 * K}];"
-
-
-@triton.constexpr_function
-def _count_asm(S):
-    return f"ld.local.b32 $0, [pyrlstats_far+{RECORD * S + 40}];"
+def _sum_asm(K):
+    return f"mov.f64 $0, pyrlstats_far{K};"
 
 
 @triton.constexpr_function
@@ -76,7 +66,8 @@ def _clip_lines(x, m, row, low, high, junk, G, P, WAY):
         f"selp.b32 t, {-slot[1]}, {-slot[0]}, p;",
     ]
     if histogram.SLICES.value != WAY:  # the row of the token is the only one
-        return [*out, f"add.s32 t, {row}, t;", f"selp.b32 t, t, {junk}, q;", "red.shared.add.u32 [t], 1;"]
+        out += [f"add.s32 t, {junk}, t;", f"mad.lo.s32 t, {row}, {histogram.row_bytes(P)}, t;"]
+        return [*out, f"selp.b32 t, t, {junk}, q;", "red.shared.add.u32 [t], 1;"]
     out += [f"add.s32 t, {junk}, t;"]
     for s in range(G):
         out += [
@@ -110,66 +101,57 @@ def _weight_lines(x):
 
 
 @triton.constexpr_function
-def _far_lines(x, m, G):
+def _token_lines(x, to):
+    """Add one token to the sums, if p holds."""
+    return [
+        # zeros and a negligible w otherwise: predicated, an addition would take three instructions
+        f"selp.f32 h, {x}, {NEGLIGIBLE}, p;",
+        *_weight_lines("h"),
+        f"selp.f32 f, {x}, 0f00000000, p;",
+        "cvt.f64.f32 a, f;",
+        f"add.rn.f64 {to}0, {to}0, a;",
+        f"fma.rn.f64 {to}2, a, a, {to}2;",
+        "abs.f64 a, a;",
+        f"add.rn.f64 {to}1, {to}1, a;",
+        f"add.rn.f64 {to}3, {to}3, w;",
+        f"fma.rn.f64 {to}4, w, w, {to}4;",
+        "@p add.s32 count, count, 1;",
+    ]
+
+
+@triton.constexpr_function
+def _far_lines(x, m, G, WAY):
     V = len(x)
-    out = []
-    for j in range(V):
-        out += [
-            f"abs.f32 f, {x[j]};",
-            f"setp.ge.f32 p, f, {NEAR_LIMIT};",
-            f"setp.le.and.f32 p, f, {PLAIN_LIMIT}, p;",
-            f"selp.b32 m{j}, {m[j]}, 0, p;",
-            *_weight_lines(x[j]),
-            f"st.local.f64 [pyrlstats_w+{8 * j}], w;",  # in registers they would crowd out those of the near sums
+    is_far = [[f"abs.f32 f, {x[j]};", f"setp.ge.f32 p, f, {NEAR_LIMIT};", f"setp.le.and.f32 p, f, {PLAIN_LIMIT}, p;"]
+              for j in range(V)]  # fmt: skip
+    if not matrix.is_used(G, WAY):  # x is 0 outside of the only slice
+        lines = [line for j in range(V) for line in [*is_far[j], *_token_lines(x[j], "pyrlstats_far")]]
+        return [
+            "mov.b32 count, 0;",
+            *lines,
+            "cvt.rn.f64.s32 a, count;",
+            "add.rn.f64 pyrlstats_far5, pyrlstats_far5, a;",
         ]
+    out = [line for j in range(V) for line in [*is_far[j], f"selp.b32 m{j}, {m[j]}, 0, p;"]]
     out += ["SETS:", "mov.b32 set, m0;"]  # one set of slices at a time, until no thread has one left
     out += [f"max.s32 set, set, m{j};" for j in range(1, V)]
     out += ["setp.ne.s32 p, set, 0;", "vote.sync.any.pred p, p, 0xffffffff;", "@!p bra DONE;"]
-    out += ["mov.b32 n, 0;", *(f"mov.f64 s{k}, 0d0000000000000000;" for k in range(5))]
+    out += ["mov.b32 count, 0;", *(f"mov.f64 s{k}, {matrix.ZERO};" for k in range(SUMS - 1))]
+    out += ["setp.eq.s32 q, set, 0;", "selp.b32 wanted, -1, set, q;"]  # a thread without a set adds nothing
     for j in range(V):
-        # zeros for tokens of other sets: predicated, an addition would take three instructions
-        out += [
-            f"setp.eq.s32 p, m{j}, set;",
-            f"selp.f32 f, {x[j]}, 0f00000000, p;",
-            "mov.f64 w, 0d0000000000000000;",
-            f"@p ld.local.f64 w, [pyrlstats_w+{8 * j}];",
-            "cvt.f64.f32 a, f;",
-            "add.rn.f64 s0, s0, a;",
-            "fma.rn.f64 s2, a, a, s2;",
-            "abs.f64 a, a;",
-            "add.rn.f64 s1, s1, a;",
-            "add.rn.f64 s3, s3, w;",
-            "fma.rn.f64 s4, w, w, s4;",
-            "@p add.s32 n, n, 1;",
-            f"@p mov.b32 m{j}, 0;",
-        ]
-    for s in range(G):  # a thread without a set, 0, adds to none
-        at = f"pyrlstats_far+{RECORD * s}"
-        out += [
-            f"and.b32 t, set, {1 << s};",
-            "setp.ne.s32 p, t, 0;",
-            "vote.sync.any.pred q, p, 0xffffffff;",
-            f"@!q bra NEXT{s};",
-            *(f"@p ld.local.f64 a{k}, [{at}+{8 * k}];" for k in range(5)),
-            f"@p ld.local.b32 t, [{at}+40];",
-            *(f"add.rn.f64 a{k}, a{k}, s{k};" for k in range(5)),
-            "add.s32 t, t, n;",
-            *(f"@p st.local.f64 [{at}+{8 * k}], a{k};" for k in range(5)),
-            f"@p st.local.b32 [{at}+40], t;",
-            f"NEXT{s}:",
-        ]
-    return [*out, "bra SETS;"]
+        out += [f"setp.eq.s32 p, m{j}, wanted;", *_token_lines(x[j], "s"), f"@p mov.b32 m{j}, 0;"]
+    return [*out, "cvt.rn.f64.s32 s5, count;", *matrix.spread_lines("far", SUMS), "bra SETS;"]
 
 
 @triton.constexpr_function
 def _add_asm(G, V, P, WAY):
     """Of V tokens of a thread; operands after the outputs, V of each (scalars V times): x (0 for non-members),
-    members, address of the row, largest magnitude, the bits of the smallest clipped or far one, low, high, junk word.
+    members, row, largest magnitude, the bits of the smallest clipped or far one, low, high, junk word.
     """
     x, m, row, largest, tail_bits, low, high, junk = ([f"${V * (1 + k) + j}" for j in range(V)] for k in range(8))
     out = [
-        ".reg .pred p, q; .reg .b32 t, u, n, set, largest; .reg .f32 r, f, g; .reg .f64 a, w;",
-        f".reg .b32 m<{V}>; .reg .f64 s<5>, a<5>; .local .align 8 .b8 pyrlstats_w[{8 * V}];",
+        ".reg .pred p, q; .reg .b32 t, u, n, count, set, wanted, largest; .reg .f32 r, f, g, h; .reg .f64 a, w;",
+        f".reg .b32 m<{V}>; .reg .f64 s<{SUMS}>;",
         f"mov.b32 largest, {largest[0]};",
         *(f"max.s32 largest, largest, {other};" for other in largest[1:]),  # one register, or tokens of several rows
         f"setp.ge.s32 p, largest, {tail_bits[0]};",
@@ -179,7 +161,7 @@ def _add_asm(G, V, P, WAY):
     for j in range(V):
         out += _clip_lines(x[j], m[j], row[j], low[0], high[0], junk[0], G, P, WAY)
     out += [f"setp.ge.s32 p, largest, {NEAR_BITS};", "vote.sync.any.pred p, p, 0xffffffff;", "@!p bra DONE;"]
-    out += [*_far_lines(x, m, G), "DONE:", *(f"mov.u32 ${j}, 0;" for j in range(V))]
+    out += [*_far_lines(x, m, G, WAY), "DONE:", *(f"mov.u32 ${j}, 0;" for j in range(V))]
     return "{\n" + "\n".join(out) + "\n}"
 
 
@@ -189,10 +171,9 @@ def _constraints(V):
 
 
 @triton.jit
-def start(ROWS: tl.constexpr, G: tl.constexpr):
-    """Empty records."""
-    tl.inline_asm_elementwise(_declare_asm(G), "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1)
-    tl.inline_asm_elementwise(_clear_asm(G), "=r,r", [tl.arange(0, ROWS)], dtype=tl.int32, is_pure=False, pack=1)
+def start(ROWS: tl.constexpr):
+    """No sums yet, where there is one slice."""
+    tl.inline_asm_elementwise(_declare_asm(), "=r,r", [tl.arange(0, ROWS)], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -208,7 +189,7 @@ def add(counters, x, members, row, largest, tail_bits, low, high,
         [
             x,
             members,
-            row * histogram.row_bytes(P) + (counters[0] + 28),
+            row,
             tl.broadcast_to(largest[:, None], (ROWS, V)),
             tail_bits,
             low,
@@ -227,26 +208,49 @@ def _added(a0, a1, a2, a3, a4, a5, b0, b1, b2, b3, b4, b5):
 
 
 @triton.jit
-def finish(row_ptr, counts_ptr, ROWS: tl.constexpr, G: tl.constexpr):
-    """Add the records of all threads to the scratch rows, and their numbers to the state; between barriers."""
-    for s in tl.static_range(G):
+def finish(row_ptr, counts_ptr, ROWS: tl.constexpr, G: tl.constexpr, WAY: tl.constexpr):
+    """Add the sums of the program to its scratch rows, and the numbers of tokens to the state; between barriers."""
+    if matrix.is_used(G, WAY):
+        total = matrix.totals("far", ROWS, G)
+        for s in tl.static_range(G):
+            _add_slice(total, s, row_ptr, counts_ptr)
+    else:
         sums = ()
-        for k in tl.static_range(5):
+        for k in tl.static_range(6):
             sums = sums + (
                 tl.inline_asm_elementwise(
-                    _sum_asm(s, k), "=d,r", [tl.arange(0, ROWS)], dtype=tl.float64, is_pure=False, pack=1
+                    _sum_asm(k), "=d,r", [tl.arange(0, ROWS)], dtype=tl.float64, is_pure=False, pack=1
                 ),
             )
-        n = tl.inline_asm_elementwise(
-            _count_asm(s), "=r,r", [tl.arange(0, ROWS)], dtype=tl.int32, is_pure=False, pack=1
-        ).to(tl.int64)
         # a joined table would go through 8 KiB of the shared memory that the rows of the histogram need
-        x, size, x2, w, w2, n = tl.reduce((sums[0], sums[1], sums[2], sums[3], sums[4], n), 0, _added)
-        tiles_ptr = row_ptr + s * far.ROW + far.TILES
-        tl.store(tiles_ptr + far.X, tl.load(tiles_ptr + far.X) + x)
-        tl.store(tiles_ptr + far.SIZE, tl.load(tiles_ptr + far.SIZE) + size)
-        tl.store(tiles_ptr + far.X2, tl.load(tiles_ptr + far.X2) + x2)
-        tl.store(tiles_ptr + far.W, tl.load(tiles_ptr + far.W) + w)
-        tl.store(tiles_ptr + far.W2, tl.load(tiles_ptr + far.W2) + w2)
-        tl.store(tiles_ptr + far.N, tl.load(tiles_ptr + far.N) + n.to(tl.float64))
-        tl.atomic_add(counts_ptr + s * tile.N_COUNTS + tile.FAR, n, sem="relaxed")
+        x, size, x2, w, w2, n = tl.reduce(sums, 0, _added)
+        _add_sums(x, size, x2, w, w2, n, row_ptr, counts_ptr)
+
+
+@triton.jit
+def _add_slice(total, s: tl.constexpr, row_ptr, counts_ptr):
+    """Row s of total [S, 8]."""
+    here = tl.arange(0, total.shape[0])[:, None] == s
+    row = tl.sum(tl.where(here, total, 0.0), axis=0)
+    column = tl.arange(0, 8)
+    _add_sums(
+        _pick(row, column, 0), _pick(row, column, 1), _pick(row, column, 2), _pick(row, column, 3),
+        _pick(row, column, 4), _pick(row, column, 5), row_ptr + s * far.ROW, counts_ptr + s * tile.N_COUNTS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _pick(row, column, WHICH: tl.constexpr):
+    return tl.sum(tl.where(column == WHICH, row, 0.0), axis=0)
+
+
+@triton.jit
+def _add_sums(x, size, x2, w, w2, n, row_ptr, counts_ptr):
+    tiles_ptr = row_ptr + far.TILES
+    tl.store(tiles_ptr + far.X, tl.load(tiles_ptr + far.X) + x)
+    tl.store(tiles_ptr + far.SIZE, tl.load(tiles_ptr + far.SIZE) + size)
+    tl.store(tiles_ptr + far.X2, tl.load(tiles_ptr + far.X2) + x2)
+    tl.store(tiles_ptr + far.W, tl.load(tiles_ptr + far.W) + w)
+    tl.store(tiles_ptr + far.W2, tl.load(tiles_ptr + far.W2) + w2)
+    tl.store(tiles_ptr + far.N, tl.load(tiles_ptr + far.N) + n)
+    tl.atomic_add(counts_ptr + tile.FAR, n.to(tl.int64), sem="relaxed")

@@ -28,6 +28,14 @@ OUT_OF_RANGE = tl.constexpr(layout.COUNTS.index("n_out_of_range"))
 N_COUNTS = tl.constexpr(len(layout.COUNTS))
 NOWHERE = tl.constexpr(0)  # the slot that goes with no members
 
+# k3 / x^2 = (expm1(x) - x) / x^2 on [-0.5, 0.5] by the powers of x in k3, minimax, 2.7e-8
+K3_7 = tl.constexpr(0.00019944874443962105)
+K3_6 = tl.constexpr(0.0013982186046233064)
+K3_5 = tl.constexpr(0.00833323613351339)
+K3_4 = tl.constexpr(0.04166579123001007)
+K3_3 = tl.constexpr(0.16666666801683536)
+K3_2 = tl.constexpr(0.5000000121607167)
+
 # How the slices of the tokens are given.
 ALL = tl.constexpr(0)  # every token is in the only slice
 MASKS = tl.constexpr(1)  # one tensor per slice, non-zero = member
@@ -195,12 +203,11 @@ def near_terms(x):
 
     float64 products cost no more than float32 ones on a data-centre GPU, and neither underflow nor cancel.
     """
-    # minimax of (expm1(x) - x) / x^2 on [-0.5, 0.5], 2.7e-8
-    g = 0.00019944874443962105 * x + 0.0013982186046233064
-    g = g * x + 0.00833323613351339
-    g = g * x + 0.04166579123001007
-    g = g * x + 0.16666666801683536
-    g = g * x + 0.5000000121607167
+    g = K3_7 * x + K3_6
+    g = g * x + K3_5
+    g = g * x + K3_4
+    g = g * x + K3_3
+    g = g * x + K3_2
     wide = x.to(tl.float64)
     square = wide * wide
     k3 = square * g.to(tl.float64)

@@ -22,14 +22,15 @@ COMPARE = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
 }  # fmt: skip
 
-_shared = np.zeros(DYNAMIC_BYTES, np.uint8)
+STATIC_BYTES = 1 << 15  # of .shared variables beside the one that begins at 0
+
+_shared = np.zeros(DYNAMIC_BYTES + STATIC_BYTES, np.uint8)
 _local: dict[str, np.ndarray] = {}
+_kept: dict[str, np.ndarray] = {}  # registers that are declared outside of a block: of all threads, for later blocks
 
 
 def _parse(asm: str) -> list[str]:
-    asm = asm.strip()
-    if asm.startswith("{"):
-        asm = asm[1:-1]
+    asm = re.sub(r"(?:^|(?<=;))\s*[{}]", " ", asm.strip())  # of blocks; others are around operands
     asm = re.sub(r"(\w+):\s", r"\1:;", asm + " ")
     return [line.strip() for line in asm.replace("\n", " ").split(";") if line.strip()]
 
@@ -49,7 +50,10 @@ class Threads:
             at += 1
             steps += 1
             assert steps < 100_000, "a loop without end"
-            if line.endswith(":") or line.startswith(".reg"):
+            if line.endswith(":"):
+                continue
+            if line.startswith(".reg"):
+                self.declare_registers(line)
                 continue
             if line.startswith("."):
                 self.declare(line)
@@ -69,13 +73,29 @@ class Threads:
     def declare(self, line: str) -> None:
         space, name, size = re.fullmatch(r"\.(shared|local) \.align \d+ \.b8 (\w+)\[(\d+)\]", line).groups()
         if space == "shared":
-            _shared[:] = GARBAGE
-            self.registers[name] = np.zeros(self.ids.size, np.uint32)
+            start = 0 if name == "pyrlstats_shared" else DYNAMIC_BYTES
+            _shared[start : start + int(size)] = GARBAGE
+            _kept[name] = np.full(4096, start, np.uint32)
         elif name not in _local or _local[name].shape[1] != int(size) or len(self.ids) == 1:  # a kernel begins
             _local[name] = np.full((4096, int(size)), GARBAGE, np.uint8)
 
+    def declare_registers(self, line: str) -> None:
+        """Those of the whole kernel have the project's name before their own."""
+        type_, names = re.fullmatch(r"\.reg \.(\w+) (.*)", line).groups()
+        for declared in names.split(","):
+            name, count = re.fullmatch(r"(\w+)(?:<(\d+)>)?", declared.strip()).groups()
+            if name.startswith("pyrlstats_"):
+                for one in [name] if count is None else [f"{name}{i}" for i in range(int(count))]:
+                    _kept[one] = np.full((4096, np.dtype(TYPES[type_]).itemsize), GARBAGE, np.uint8).view(
+                        TYPES[type_].replace("f", "u").replace("i", "u")
+                    )[:, 0]
+
     def read(self, name: str, type_: str) -> np.ndarray:
         dtype = np.dtype(TYPES[type_])
+        if name in _kept:
+            return _kept[name][self.ids].view(dtype)
+        if name == "%tid.x":
+            return self.ids.astype(dtype)
         if name in self.registers:
             return self.registers[name].view(dtype)
         if name == "%laneid":
@@ -95,10 +115,13 @@ class Threads:
         if value.dtype != bool:
             value = np.ascontiguousarray(value).view(f"u{value.dtype.itemsize}")
         if not guard.all():
-            before = self.registers.get(name)
+            before = _kept[name][self.ids] if name in _kept else self.registers.get(name)
             if before is None:
                 before = np.full((value.size, value.itemsize), GARBAGE, np.uint8).view(value.dtype)[:, 0]
             value = np.where(guard, value, before)
+        if name in _kept:
+            _kept[name][self.ids] = value
+            return
         self.registers[name] = value
 
     def address(self, text: str) -> tuple[str, np.ndarray]:
@@ -136,7 +159,19 @@ class Threads:
         elif kind == "vote":
             assert guard.all()
             assert self.ids.size == 32
-            self.write(a[0], np.full(32, self.registers[a[1]].any()), guard)
+            self.write(a[0], np.full(32, getattr(self.registers[a[1]], op[2])()), guard)
+        elif kind == "bar":
+            assert guard.all()
+            assert op[1:] == ["warp", "sync"]
+            assert self.ids.size % 32 == 0
+        elif kind == "mma":
+            assert op[3] == "m8n8k4"
+            assert guard.all()
+            assert self.ids.size == 32
+            left, right = (self.read(a[k].strip("{}"), "f64") for k in (1, 2))
+            product = left.reshape(8, 4) @ right.reshape(8, 4).T
+            for i, (to, add) in enumerate(zip(*(a[k].strip("{}").split(",") for k in (0, 3)), strict=True)):
+                self.write(to.strip(), self.read(add.strip(), "f64") + product[:, i::2].reshape(32), guard)
         elif kind == "redux":
             assert guard.all()
             assert self.ids.size == 32
@@ -160,7 +195,7 @@ class Threads:
         elif kind == "abs":
             self.write(a[0], np.abs(self.read(a[1], type_)), guard)
         elif kind == "cvt":
-            self.write(a[0], self.read(a[1], op[2]).astype(TYPES[op[1]]), guard)
+            self.write(a[0], self.read(a[1], op[-1]).astype(TYPES[op[-2]]), guard)
         elif kind in ("fma", "mad"):
             x, y, z = (self.read(name, type_) for name in a[1:])
             exact = (lambda t: t.astype(np.float64)) if type_ == "f32" else (lambda t: t)

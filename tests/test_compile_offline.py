@@ -25,6 +25,7 @@ def compile_all(target: str) -> None:
     from pyrlstats.layout import CORE, Layout
 
     histogram, slice_hist, tile = launch.histogram, launch.slice_hist, launch.tile
+    matrix = slice_hist.matrix
     backend, arch = target.split(":")
     gpu = GPUTarget(backend, int(arch) if backend == "cuda" else arch, 32 if backend == "cuda" else 64)
     flat, strided = slice_hist.slice_hist_kernel, slice_hist.slice_hist_strided_kernel
@@ -44,7 +45,8 @@ def compile_all(target: str) -> None:
         ]
     for kernel, mode, slices, way, float_type, mask_type, has_base in variants:
         constants: dict[str, Any] = {
-            "ROWS": 256, "V": 8, "G": slices, "MODE": mode.value, "HAS_BASE": has_base, "ALIGNED": kernel is flat,
+            "ROWS": 512 if slices > 2 else 256, "V": 8, "G": slices, "MODE": mode.value, "HAS_BASE": has_base,
+            "ALIGNED": kernel is flat, "WHOLE": kernel is flat and mode.value == tile.IDS.value,
             **slice_hist.constants(Layout(), way.value),
         }  # fmt: skip
         types = {
@@ -57,16 +59,20 @@ def compile_all(target: str) -> None:
         aligned = [["tt.divisibility", 16]]
         attributes = {(i,): aligned for i, name in enumerate(kernel.arg_names) if signature[name].startswith("*")}
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-        compiled = triton.compile(source, target=gpu, options={"num_warps": 8})
+        compiled = triton.compile(source, target=gpu, options={"num_warps": constants["ROWS"] // 32})
         assert compiled.asm.get("cubin") or compiled.asm.get("hsaco")
         if backend == "cuda":
             # what Triton itself uses lies before the histogram rows, or beside them in the 48 KiB of a program
-            rows = histogram.shared_bytes(slices, Layout().bins_per_sign, way.value)
-            claimed = 4 * histogram.DYNAMIC_WORDS
+            bins = Layout().bins_per_sign
+            rows, beside = (
+                histogram.shared_bytes(slices, bins, way.value),
+                matrix.shared_bytes(constants["ROWS"], slices, way.value),
+            )
+            claimed = histogram.claimed(slices, bins, way.value, beside)
             shared = compiled.metadata.shared
-            fits = shared == claimed if rows > histogram.STATIC_BYTES else rows + shared <= 48 << 10
+            fits = shared == claimed if claimed else rows + beside + shared <= histogram.STATIC_BYTES
             if way.value == ways.SLICES.value and kernel is flat:  # the same with many rows must fit too
-                fits = fits and shared <= histogram.DYNAMIC_SPARE
+                fits = fits and shared <= launch.MANY_SPARE
             assert fits, f"{kernel.__name__}: {rows} bytes of rows and {shared} of Triton's"
         sys.stdout.write(f"{triton.__version__} {target} {kernel.__name__} {mode.value} {way.value}\n")
     types = {
