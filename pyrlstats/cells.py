@@ -116,7 +116,9 @@ def take(values: Array, index: Array) -> Array:
 
 def repeat(values: Array, times: int) -> Array:
     """Each of the values so many times: (len(values) x times,)."""
-    return values.repeat(times) if namespace(values) is np else values.repeat_interleave(times)
+    if namespace(values) is np:
+        return values.repeat(times)
+    return values.reshape(-1, 1).expand(-1, times).reshape(-1)  # repeat_interleave may sync
 
 
 def first_at_least(ascending: Array, wanted: Array) -> Array:

@@ -79,11 +79,12 @@ def _find_weighted(cells: Cells, q: list[float]) -> _Found:
     xp = namespace(cells.counts)
     through = cells.counts.cumsum(-1)
     n = through[:, -1:]
-    rank = on_device_of(n, q) * n  # weighted counts have no ranks: no token is known to be the first
+    rank = on_device_of(n, q) * n
     cell = first_at_least(through, rank)
     count = take(cells.counts, cell)
     inside = (rank - (take(through, cell) - count)) / xp.where(count > 0, count, 1)
-    return _Found(*(one.reshape(-1) for one in (cell, inside, xp.zeros_like(rank, dtype=bool), rank == n)))
+    never = rank < 0  # weights have no ranks: no token is known to be the first
+    return _Found(*(one.reshape(-1) for one in (cell, inside, never, rank == n)))
 
 
 def _rank(cells: Cells, q: list[float]) -> _Ranked:
