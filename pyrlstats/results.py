@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, cast, overload
 
 import numpy as np
 
@@ -169,6 +169,23 @@ def _keys(
 
 
 OneView = TypeVar("OneView", bound=View)
+Some = TypeVar("Some", bound="Statistics[Any]")
+
+
+class OnItsWay(Generic[Some]):
+    """Statistics that are being copied to the host."""
+
+    def __init__(self, kind: Callable[[State], Some], wait: Callable[[], State]) -> None:
+        self._kind = kind
+        self._pending: Callable[[], State] | None = wait
+        self._arrived: Some | None = None
+
+    def wait(self) -> Some:
+        """The statistics in NumPy memory. Waits for the copy; called once more it returns the same."""
+        if self._pending is not None:
+            self._arrived = self._kind(self._pending())
+            self._pending = None  # with it go the state on the device and the pinned memory
+        return cast("Some", self._arrived)
 
 
 class Statistics(Mapping[str, OneView], Generic[OneView]):
@@ -268,6 +285,23 @@ class Statistics(Mapping[str, OneView], Generic[OneView]):
         buffer = self.state.buffer
         tensor = torch.from_numpy(buffer) if isinstance(buffer, np.ndarray) else buffer
         return type(self)(replace(self.state, buffer=tensor.to(device)))
+
+    @overload
+    def to_host(self, async_op: Literal[False] = False) -> Self: ...
+
+    @overload
+    def to_host(self, async_op: Literal[True]) -> OnItsWay[Self]: ...
+
+    def to_host(self, async_op: bool = False) -> Self | OnItsWay[Self]:
+        """The same statistics in NumPy memory, where no figure of them syncs: one copy, one sync on a GPU.
+
+        Args:
+            async_op: start the copy and return a handle whose ``wait()`` gives them. It waits for what was queued on
+                the current stream before the copy, and not for what comes after: called a little later, when the next
+                step's work has been queued, it waits for nothing and the GPU never for the host.
+        """
+        wait = self.state.start_to_host() if async_op else None
+        return type(self)(self.state.to_host()) if wait is None else OnItsWay(type(self), wait)
 
     def to_dict(
         self,

@@ -11,7 +11,7 @@ rows of its own table. The size depends on slices, layout and groups, never on d
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -351,18 +351,39 @@ class State:
 
     def to_host(self) -> State:
         """The same state in NumPy memory: one device-to-host copy, which syncs on a GPU."""
-        buffer = self.buffer
-        if namespace(buffer) is np:
+        if namespace(self.buffer) is np:
             return self
-        if buffer.device.type == "cuda":
+        if self.buffer.device.type == "cuda":
             import torch
 
-            # through pinned memory the copy engine writes directly; the cached block goes back at once
-            pinned = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=True)
-            pinned.copy_(buffer, non_blocking=True)
-            torch.cuda.current_stream(buffer.device).synchronize()
-            return replace(self, buffer=pinned.numpy().copy())
-        return replace(self, buffer=buffer.cpu().numpy())
+            pinned = self._on_its_way()
+            torch.cuda.current_stream(self.buffer.device).synchronize()
+            return _in_host_memory(self, pinned)
+        return replace(self, buffer=self.buffer.cpu().numpy())
+
+    def start_to_host(self) -> Callable[[], State]:
+        """Start :meth:`to_host`; what is returned waits for this copy alone, not for what is queued behind it."""
+        if namespace(self.buffer) is np or self.buffer.device.type != "cuda":
+            host = self.to_host()
+            return lambda: host
+        import torch
+
+        pinned = self._on_its_way()
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record(torch.cuda.current_stream(self.buffer.device))
+
+        def wait() -> State:
+            arrived.synchronize()
+            return _in_host_memory(self, pinned)
+
+        return wait
+
+    def _on_its_way(self) -> Array:
+        """Pinned memory that the buffer is being copied to: the copy engine writes to it directly."""
+        import torch
+
+        pinned = torch.empty(self.buffer.shape, dtype=self.buffer.dtype, pin_memory=True)
+        return pinned.copy_(self.buffer, non_blocking=True)
 
     def clear_(self) -> None:
         """Forget every token, in place."""
@@ -418,6 +439,11 @@ class State:
             max_x = self.rows.maxima.index("max_x")
             rescale_(self.rows, sums, scale_exponent(self.maxima[:, max_x]) - scale_exponent(maxima[:, max_x]))
         return sums
+
+
+def _in_host_memory(state: State, pinned: Array) -> State:
+    """The state in NumPy memory of its own, so that the cached pinned block goes back at once."""
+    return replace(state, buffer=pinned.numpy().copy())
 
 
 def _make_from(

@@ -41,7 +41,7 @@ def sample(kind: str, n: int) -> NDArray[np.float32]:
 if __name__ == "__main__":
     import arviz
 
-    for kind in LATTICES:
+    for kind in (*CONTINUOUS, *LATTICES):
         for n in SIZES:
             k = float(arviz.psislw(sample(kind, n).astype(np.float64))[1])
             sys.stdout.write(f'    ("{kind}", {n}): {k:.5f},\n')

@@ -337,6 +337,16 @@ def test_to_a_device():
     assert same(moved, stats)
 
 
+@pytest.mark.parametrize("stats", [slice_stats(X, ZEROS, MASKS), slice_stats(X.numpy(), ZEROS.numpy())])
+def test_to_the_host(stats):
+    assert isinstance(stats.to_host().state.buffer, np.ndarray)
+    copied = stats.to_host(async_op=True)
+    for host in (stats.to_host(), copied.wait()):
+        assert type(host) is SliceStats
+        np.testing.assert_array_equal(host.state.buffer, buffer(stats))
+    assert copied.wait() is copied.wait()
+
+
 def test_copies_and_pickles():
     stats = slice_stats(X, ZEROS, MASKS)
     for clone in (copy.copy(stats), copy.deepcopy(stats), pickle.loads(pickle.dumps(stats))):

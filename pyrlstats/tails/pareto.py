@@ -37,8 +37,8 @@ class Fit(NamedTuple):
 
 
 def tail_size(n: int) -> int:
-    """How many of n tokens are the tail: min(n / 5, 3 sqrt(n)), rounded down, as for PSIS."""
-    return n // 5 if n <= 225 else math.floor(3.0 * math.sqrt(n))
+    """How many of n tokens are the tail: min(n / 5, 3 sqrt(n)), rounded up, as arviz and R's loo have it."""
+    return -(-n // 5) if n <= 225 else math.ceil(3.0 * math.sqrt(n))
 
 
 def k_threshold(n: int) -> float:
@@ -49,14 +49,14 @@ def k_threshold(n: int) -> float:
 
 
 def tail_sizes(n: Array, sample_size: int | None) -> Array:
-    """Tokens in the tail of each slice of n (S,) tokens: int64 (S,)."""
+    """Tokens in the tail of each slice of n (S,) tokens, so few that one is below them: int64 (S,)."""
     xp = namespace(n)
     count = as_floats(n)
     if sample_size is not None:
-        size = xp.floor(count * (tail_size(sample_size) / sample_size))
+        size = xp.ceil(count * tail_size(sample_size) / sample_size)
     else:
-        size = xp.where(n <= 225, xp.floor(count / 5.0), xp.floor(3.0 * xp.sqrt(count)))
-    return xp.asarray(size, dtype=xp.int64)
+        size = xp.where(n <= 225, xp.ceil(count / 5.0), xp.ceil(3.0 * xp.sqrt(count)))
+    return xp.clip(xp.minimum(xp.asarray(size, dtype=xp.int64), n - 1), 0, None)
 
 
 def fit(values: Array, n: Array, size: Array) -> Fit:

@@ -9,8 +9,8 @@ Float64 = NDArray[np.float64]
 
 
 def tail_size(n: int) -> int:
-    """Tokens in the tail of n: min(n / 5, 3 sqrt(n)), rounded down."""
-    return int(n // 5 if n <= 225 else np.floor(3.0 * np.sqrt(n)))
+    """Tokens in the tail of n: min(n / 5, 3 sqrt(n)), rounded up."""
+    return int(np.ceil(min(n / 5, 3.0 * np.sqrt(n))))
 
 
 def gpd_fit(y: Float64) -> float:

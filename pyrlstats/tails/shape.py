@@ -243,8 +243,9 @@ def tail_shape(
 ) -> TailShape:
     """How heavy the right tail of the importance weights w = exp(x) is, slice by slice: Pareto k-hat, Hill's estimator.
 
-    The tail of a slice of n tokens with finite x are the min(n / 5, 3 sqrt(n)) largest, and of those the ones strictly
-    above the next one: a tie with the cutoff is outside. NaN and infinite x are excluded; ``slice_stats`` counts them.
+    The tail of a slice of n tokens with finite x are the min(n / 5, 3 sqrt(n)) largest, rounded up, and of those the
+    ones strictly above the next one: a tie with the cutoff is outside. NaN and infinite x are excluded;
+    ``slice_stats`` counts them.
 
     k-hat grows with n for most distributions (log-ratios with tails of a power law have weights without any tail
     index), and its standard deviation is about 0.08 at n = 1e4 and 0.03 at n = 1e6. So compare k-hat only at one n:
@@ -254,15 +255,15 @@ def tail_shape(
         logp, old_logp, masks, slice_ids, names, mask: as for :func:`pyrlstats.slice_stats`.
         capacity: largest x kept a slice. None keeps what the tail of all these tokens (of all ranks) needs. What is to
             be merged needs the same: that of the whole step, ``tail_size(tokens) + 1`` (with ``sample_size`` it is
-            ``tokens * tail_size(sample_size) // sample_size + 1``); k-hat is NaN with the reason "capacity" where it
-            turns out too small.
+            ``ceil(tokens * tail_size(sample_size) / sample_size) + 1``); k-hat is NaN with the reason "capacity" where
+            it turns out too small.
         sample_size: see above.
         group: a ``torch.distributed`` process group over whose ranks' tokens, together, the tail is taken;
             None: this process alone. Without ``capacity`` the ranks first add up their tokens, which syncs.
 
     Returns:
         A mapping slice -> estimates, on the inputs' device, mergeable. Does not sync on a GPU. A slice whose k-hat is
-        undefined has NaN and a ``reason``: "empty", "too_few" (a tail of fewer than 5 tokens, n < 25), "all_equal"
+        undefined has NaN and a ``reason``: "empty", "too_few" (a tail of fewer than 5 tokens, n < 21), "all_equal"
         (the whole tail ties with the cutoff, as all tokens do on policy), "ties" (all but fewer than 5 do), "capacity",
         or "range" (weights that float64 cannot hold beside each other).
 

@@ -65,6 +65,21 @@ def test_no_sync():
     assert torch.isfinite(value).item()
 
 
+def test_a_copy_to_the_host_waits_for_nothing_behind_it():
+    logp, old_logp, masks = batch(100_000, 1)
+    accumulator = pyrlstats.SliceAccumulator(NAMES, device="cuda").update(logp, old_logp, masks)
+    wanted = accumulator.compute().to_dict()
+    with no_sync():
+        copied = accumulator.compute().to_host(async_op=True)
+        accumulator.reset()
+    torch.cuda._sleep(1_000_000_000)  # cycles: half a second
+    behind = torch.cuda.Event()
+    behind.record()
+    assert copied.wait().to_dict() == wanted
+    assert not behind.query()
+    assert accumulator.compute()["a"].n_tokens.item() == 0
+
+
 def test_graph_replay_with_new_data():
     static = batch(70_000, 2)
     add(empty(), *static)  # compiles
