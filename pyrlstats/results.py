@@ -153,7 +153,7 @@ def _n_out_of_range(state: State) -> Array:
     return state.count("n_out_of_range").sum()
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=16)  # of many slices they are long
 def _keys(
     prefix: str,
     slices: tuple[str, ...],
@@ -337,8 +337,8 @@ class Statistics(Mapping[str, OneView], Generic[OneView]):
             columns += _quantiles.quantile(memo, levels_of_x).T.tolist()
             columns += _quantiles.abs_quantile(memo, levels_of_abs).T.tolist()
         keys = _keys(prefix, state.names, names, self._stem, levels_of_x, levels_of_abs)
-        values = chain.from_iterable(zip(*columns, strict=True))
-        return dict(zip(keys, (_n_out_of_range(memo).item(), *values), strict=True))
+        values = chain([_n_out_of_range(memo).item()], *zip(*columns, strict=True))
+        return dict(zip(keys, values, strict=True))
 
     def state_dict(self) -> dict[str, Any]:
         """Kind, make and version of the state and its buffer (on its device), for a checkpoint or a Ray driver."""
