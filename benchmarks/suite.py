@@ -92,9 +92,7 @@ def run(
 
 
 def _extras(device: str, quick: bool) -> dict[str, Callable[[], Document]]:
-    extras: dict[str, Callable[[], Document]] = {
-        "training_step": lambda: training_step.measure(device, rounds=6 if quick else None)
-    }
+    extras: dict[str, Callable[[], Document]] = {"training_step": lambda: training_step.measure(device, quick)}
     if device == "cpu":
         extras["all_reduce"] = lambda: collective.measure(rounds=10 if quick else 40)
     return extras

@@ -55,6 +55,10 @@ SIZES = {
     "cpu": Size(192, 3, 4, 2048, 2, 256, 4, 20, torch.float32),
     "cuda": Size(768, 12, 12, 32000, 4, 1024, 4, 100, torch.bfloat16),
 }
+QUICK = {
+    "cpu": dataclasses.replace(SIZES["cpu"], micro_batches=2, rounds=6),
+    "cuda": dataclasses.replace(SIZES["cuda"], rounds=6),
+}
 
 
 class Block(nn.Module):
@@ -237,11 +241,10 @@ def watches(device: str, names: list[str]) -> dict[str, Watch]:
 
 
 def measure(
-    device: str, rounds: int | None = None, size: Size | None = None, advance: Callable[[], None] = lambda: None
+    device: str, quick: bool = False, size: Size | None = None, advance: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
     """Step times and overheads of every variant, as JSON."""
-    size = size or SIZES[device]
-    rounds = rounds or size.rounds
+    size = size or (QUICK if quick else SIZES)[device]
     if device == "cpu":
         torch.set_num_threads(1)
     trainer = Trainer(size, device)
@@ -249,7 +252,7 @@ def measure(
     for watch in variants.values():  # warms up
         trainer.step(watch)
     seconds: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(rounds):
+    for _ in range(size.rounds):
         for name, watch in variants.items():
             if device == "cuda":
                 torch.cuda.synchronize()
@@ -276,7 +279,7 @@ def measure(
         "micro_batches": size.micro_batches,
         "dtype": str(size.dtype).removeprefix("torch."),
         "slices": len(trainer.batches[0].masks),
-        "rounds": rounds,
+        "rounds": size.rounds,
         "plain_seconds": dataclasses.asdict(Figure.of(plain)),
         "rows": rows,
     }

@@ -55,11 +55,11 @@ def abs_cells(state: State) -> Cells:
     """The cells of abs(x)."""
     xp = namespace(state.buffer)
     negative, positive = _halves(state)
-    folded = positive + xp.flip(negative, (-1,))
+    folded = positive + xp.fliplr(negative)
     counts = xp.concatenate((state.count("n_zero")[:, None], folded), -1)
     smallest, largest = log_ratio_min(state)[:, None], log_ratio_max(state)[:, None]
     # positive only where the slice has one sign
-    lowest = xp.clip(xp.maximum(smallest, -largest), 0.0, None)
+    lowest = xp.maximum(smallest, -largest).clip(0.0, None)
     return Cells(counts, lowest, xp.maximum(-smallest, largest), False, state.layout)
 
 
@@ -112,6 +112,13 @@ def take(values: Array, index: Array) -> Array:
     if namespace(values) is np:  # take_along_axis does the same in five times the time
         return values[np.arange(len(values))[:, None], index]
     return values.gather(1, index)
+
+
+def repeat(values: Array, times: int) -> Array:
+    """Each of the values so many times: (len(values) x times,)."""
+    if namespace(values) is np:
+        return values.repeat(times)
+    return values.reshape(-1, 1).expand(-1, times).reshape(-1)  # repeat_interleave may sync
 
 
 def first_at_least(ascending: Array, wanted: Array) -> Array:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import cached_property, wraps
 from typing import Any, TypeVar
 
 from pyrlstats.state import Array, State
 
 Result = TypeVar("Result")
 
-_KEPT = ("buffer", "layout", "rows", "counts", "histogram", "sums", "maxima")
+_COLUMNS = {"_counts": "counts", "_sums": "sums", "_maxima": "maxima"}  # attribute, by row name -> table
+_KEPT = {"rows", "counts", "histogram", "sums", "maxima", *_COLUMNS}
 
 
 class Memo:
@@ -21,34 +22,38 @@ class Memo:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self.kept: dict[Any, Any] = {}  # columns by name, results by function
+        self.buffer, self.layout = state.buffer, state.layout
+        self.kept: dict[Any, Any] = {}  # results by function
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self._state, name)
+        if name in _COLUMNS:
+            table = _COLUMNS[name]
+            value = dict(zip(getattr(self.rows, table), getattr(self._state, table).T, strict=True))
+        else:
+            value = getattr(self._state, name)
         if name in _KEPT:
             setattr(self, name, value)  # found at once from now on
         return value
 
-    def _column(self, read: Callable[[Any, str], Array], name: str) -> Array:
-        key = read, name
-        if key not in self.kept:
-            self.kept[key] = read(self, name)
-        return self.kept[key]
+    @cached_property
+    def _groups(self) -> dict[str, Memo]:
+        _, *sections = self._state.sections()
+        return {group.name: Memo(section) for group, section in zip(self._state.groups, sections, strict=True)}
 
     def count(self, name: str) -> Array:
-        return self._column(State.count, name)
+        return self._counts[name]
 
     def sum(self, name: str) -> Array:
-        return self._column(State.sum, name)
+        return self._sums[name]
 
     def maximum(self, name: str) -> Array:
-        return self._column(State.maximum, name)
+        return self._maxima[name]
+
+    def n_finite(self) -> Array:
+        return type(self._state).n_finite(self)  # type: ignore[arg-type]
 
     def group(self, name: str) -> Memo:
-        if name not in self.kept:
-            self.kept[name] = Memo(self._state.group(name))
-        group: Memo = self.kept[name]
-        return group
+        return self._groups[name]
 
 
 def shared(function: Callable[[State], Result]) -> Callable[[State], Result]:
@@ -58,10 +63,9 @@ def shared(function: Callable[[State], Result]) -> Callable[[State], Result]:
     def once(state: Any) -> Result:
         if type(state) is not Memo:
             return function(state)
-        kept: dict[Any, Any] = state.kept
-        if function not in kept:
-            kept[function] = function(state)  # type: ignore[arg-type]
-        result: Result = kept[function]
+        result = state.kept.get(function)
+        if result is None:
+            result = state.kept[function] = function(state)  # type: ignore[arg-type]
         return result
 
     return once

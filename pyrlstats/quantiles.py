@@ -20,6 +20,7 @@ from pyrlstats.cells import (
     first_at_least,
     on_device_of,
     probabilities,
+    repeat,
     signed_cells,
     take,
 )
@@ -39,51 +40,79 @@ class Histogram(NamedTuple):
 
 
 class _Ranked(NamedTuple):
-    """Where the quantiles lie, (S, Q) each."""
+    """Where the quantiles lie, (S x Q,) each: those of a slice follow those of the one before."""
 
     lo: Array  # certified bounds
     hi: Array
     inside: Array  # position between them, 0 to 1
 
 
+class _Found(NamedTuple):
+    """The cells that hold the quantiles, (S x Q,) each."""
+
+    cell: Array
+    inside: Array  # how much of the cell lies below the quantile, 0 to 1
+    first: Array  # whether the quantile is the smallest token
+    last: Array  # or the largest
+
+
+def _find(cells: Cells, q: list[float]) -> _Found:
+    """By rank, in one row that holds the cells of all slices, one slice after another."""
+    xp = namespace(cells.counts)
+    slices, width = cells.counts.shape
+    counts = cells.counts.reshape(-1)
+    through = counts.cumsum(0)
+    starts, ends = through[::width] - counts[::width], through[width - 1 :: width]
+    n, start = repeat(ends - starts, len(q)), repeat(starts, len(q))
+    # at most n, which is 0 for a slice without finite tokens
+    rank = xp.ceil(on_device_of(n, q * slices) * n).clip(1.0, None)
+    rank = xp.minimum(xp.asarray(rank, dtype=xp.int64), n)
+    place = xp.searchsorted(through, start + rank)
+    count = counts[place]
+    # in float64: torch would subtract a Python number from integers in float32
+    above = xp.asarray(start + rank - (through[place] - count), dtype=xp.float64) - 0.5
+    return _Found(place % width, above / xp.where(count > 0, count, 1), rank == 1, rank == n)
+
+
+def _find_weighted(cells: Cells, q: list[float]) -> _Found:
+    """By share of the weight, slice by slice: in one row a light slice would drown in those before it."""
+    xp = namespace(cells.counts)
+    through = cells.counts.cumsum(-1)
+    n = through[:, -1:]
+    rank = on_device_of(n, q) * n
+    cell = first_at_least(through, rank)
+    count = take(cells.counts, cell)
+    inside = (rank - (take(through, cell) - count)) / xp.where(count > 0, count, 1)
+    never = rank < 0  # weights have no ranks: no token is known to be the first
+    return _Found(*(one.reshape(-1) for one in (cell, inside, never, rank == n)))
+
+
 def _rank(cells: Cells, q: list[float]) -> _Ranked:
     xp = namespace(cells.counts)
-    cumulative = xp.cumsum(cells.counts, -1)
-    n = cumulative[:, -1:]
-    rank = on_device_of(n, q) * n
-    exact = cells.counts.dtype == xp.int64  # weighted counts of DecayedStats have no ranks
-    if exact:
-        # at most n, which is 0 for a slice without finite tokens
-        rank = xp.minimum(xp.asarray(xp.ceil(rank).clip(1.0, None), dtype=xp.int64), n)
-    cell = first_at_least(cumulative, rank)
-    count = take(cells.counts, cell)
-    before = take(cumulative, cell) - count
-    edges = cells.edges_on_device
-    lo = edges[cell].clip(cells.lowest, cells.highest)
-    hi = edges[cell + 1].clip(cells.lowest, cells.highest)
+    cell, inside, first, last = (_find if cells.counts.dtype == xp.int64 else _find_weighted)(cells, q)
+    lowest, highest = repeat(cells.lowest, len(q)), repeat(cells.highest, len(q))
     # the extreme tokens are known exactly, the smallest abs(x) is not
-    lo = xp.where(rank == n, cells.highest, lo)
-    if cells.signed and exact:
-        first = rank == 1
-        hi = xp.where(first, cells.lowest, hi)
-        lo = xp.where(first, cells.lowest, lo)
-    # in float64: torch would subtract a Python number from integers in float32
-    above = xp.asarray(rank - before, dtype=xp.float64) - (0.5 if exact else 0.0)
-    inside = above / xp.where(count > 0, count, 1)
-    return _Ranked(lo, hi, inside)
+    least = xp.where(last, highest, lowest)
+    most = xp.where(first, lowest, highest) if cells.signed else highest
+    edges = cells.edges_on_device
+    return _Ranked(edges[cell].clip(least, most), edges[cell + 1].clip(least, most), inside)
 
 
 def _quantile(cells: Cells, q: Numbers) -> Array:
     values, scalar = probabilities(q)
     lo, hi, inside = _rank(cells, values)
-    result = lo + (hi - lo) * inside
-    return result[:, 0] if scalar else result
+    return _by_slice(cells, scalar, lo + (hi - lo) * inside)
 
 
 def _bounds(cells: Cells, q: Numbers) -> tuple[Array, Array]:
     values, scalar = probabilities(q)
     lo, hi, _ = _rank(cells, values)
-    return (lo[:, 0], hi[:, 0]) if scalar else (lo, hi)
+    return _by_slice(cells, scalar, lo), _by_slice(cells, scalar, hi)
+
+
+def _by_slice(cells: Cells, scalar: bool, values: Array) -> Array:
+    """(S,) for a single quantile, else (S, Q)."""
+    return values if scalar else values.reshape(len(cells.counts), values.shape[0] // len(cells.counts))
 
 
 def quantile(state: State, q: Numbers) -> Array:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, cast, overload
 
 import numpy as np
@@ -133,13 +134,38 @@ class View:
 def scalars_of(view: type[View], state: State | None = None) -> tuple[str, ...]:
     """The names of the statistics of a view, as they are defined: those of a state, or those that need no group."""
     key: Any = view  # to a type checker, classes cannot be hashed
-    return _scalars_with(key, () if state is None else tuple(group.name for group in state.groups))
+    return _scalars_with(key, () if state is None else _group_names(state))[0]
+
+
+def _group_names(state: State) -> tuple[str, ...]:
+    return tuple(group.name for group in state.groups)
 
 
 @functools.lru_cache(maxsize=64)
-def _scalars_with(view: Any, groups: tuple[str, ...]) -> tuple[str, ...]:
-    statistics = {name: value for name, value in vars(view).items() if isinstance(value, Statistic)}
-    return tuple(name for name, value in statistics.items() if value.group is None or value.group in groups)
+def _scalars_with(view: Any, groups: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[Callable[[State], Array], ...]]:
+    """Names and functions."""
+    statistics = [value for value in vars(view).values() if isinstance(value, Statistic)]
+    kept = [one for one in statistics if one.group is None or one.group in groups]
+    return tuple(one.name for one in kept), tuple(one.function for one in kept)
+
+
+def _n_out_of_range(state: State) -> Array:
+    return state.count("n_out_of_range").sum()
+
+
+@functools.lru_cache(maxsize=16)  # of many slices they are long
+def _keys(
+    prefix: str,
+    slices: tuple[str, ...],
+    scalars: tuple[str, ...],
+    stem: str,
+    of_x: tuple[float, ...],
+    of_abs: tuple[float, ...],
+) -> tuple[str, ...]:
+    """The keys of ``to_dict`` in its order; every step has the same."""
+    statistics = (*scalars, *(stem + percentile_name(q) for q in of_x))
+    statistics += tuple(f"abs_{stem}{percentile_name(q)}" for q in of_abs)
+    return (f"{prefix}n_out_of_range", *(f"{prefix}{name}/{one}" for name in slices for one in statistics))
 
 
 OneView = TypeVar("OneView", bound=View)
@@ -217,7 +243,7 @@ class Statistics(Mapping[str, OneView], Generic[OneView]):
     @property
     def n_out_of_range(self) -> Array:
         """Tokens or values whose slice id named no slice (0-d int64): they are in none, and counted here."""
-        return self.state.count("n_out_of_range").sum()
+        return _n_out_of_range(self.state)
 
     def merge(self, other: Self | Iterable[Self]) -> Self:
         """The pooled statistics of this and ``other``, one or several, as if everything had come in one call.
@@ -300,24 +326,19 @@ class Statistics(Mapping[str, OneView], Generic[OneView]):
         Raises:
             ValueError: a quantile outside [0, 1].
         """
-        host = type(self)(self.state.to_host())
-        view, names = self._view, scalars_of(self._view, host.state)
-        levels_of_x = self._default_quantiles if quantiles is None else quantiles
-        levels_of_abs = self._default_abs_quantiles if abs_quantiles is None else abs_quantiles
+        state = self.state.to_host()
+        memo: Any = Memo(state)
+        levels_of_x = self._default_quantiles if quantiles is None else tuple(quantiles)
+        levels_of_abs = self._default_abs_quantiles if abs_quantiles is None else tuple(abs_quantiles)
+        view: Any = self._view  # to a type checker, classes cannot be hashed
+        names, functions = _scalars_with(view, _group_names(state))
         with _QUIET():
-            columns = {name: getattr(view, name).function(host._memo).tolist() for name in names}
-            for stem, function, levels in (
-                (self._stem, _quantiles.quantile, levels_of_x),
-                (f"abs_{self._stem}", _quantiles.abs_quantile, levels_of_abs),
-            ):
-                values = function(host._memo, list(levels))
-                columns |= zip((f"{stem}{percentile_name(q)}" for q in levels), values.T.tolist(), strict=True)
-        result: dict[str, float] = {f"{prefix}n_out_of_range": host.n_out_of_range.item()}
-        for name, row in zip(self.state.names, zip(*columns.values(), strict=True), strict=True):
-            head = f"{prefix}{name}/"
-            for statistic, value in zip(columns, row, strict=True):
-                result[head + statistic] = value
-        return result
+            columns = [function(memo).tolist() for function in functions]
+            columns += _quantiles.quantile(memo, levels_of_x).T.tolist()
+            columns += _quantiles.abs_quantile(memo, levels_of_abs).T.tolist()
+        keys = _keys(prefix, state.names, names, self._stem, levels_of_x, levels_of_abs)
+        values = chain([_n_out_of_range(memo).item()], *zip(*columns, strict=True))
+        return dict(zip(keys, values, strict=True))
 
     def state_dict(self) -> dict[str, Any]:
         """Kind, make and version of the state and its buffer (on its device), for a checkpoint or a Ray driver."""

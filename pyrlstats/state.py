@@ -44,6 +44,8 @@ _MAX_FLOAT32 = 3.4028234663852886e38
 
 def namespace(array: Array) -> Any:
     """``torch`` for a tensor, ``numpy`` otherwise: the functions used on states have the same names in both."""
+    if isinstance(array, np.ndarray):
+        return np
     torch = sys.modules.get("torch")
     return torch if torch is not None and isinstance(array, torch.Tensor) else np
 

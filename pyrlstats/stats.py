@@ -14,8 +14,8 @@ from pyrlstats.layout import LOG2E
 from pyrlstats.memo import shared
 from pyrlstats.state import Array, State, namespace, power_of_two, scale_exponent
 
-# 2^32 is the largest scale at which w - 1 and w of far tokens still share one float64 sum
-_UNSCALED_EXPONENT = 32.0
+# the largest unit in which w - 1 and w of far tokens still share one float64 sum
+_LARGEST_SHARED_UNIT = 2.0**32
 
 
 def n_tokens(state: State) -> Array:
@@ -50,11 +50,15 @@ def n_zero(state: State) -> Array:
 
 
 @shared
+def _holds_any(state: State) -> Array:
+    return n_finite(state) > 0
+
+
+@shared
 def denominator(state: State) -> Array:
     """n_finite as float64, NaN where it is 0."""
     xp = namespace(state.buffer)
-    n = n_finite(state)
-    return xp.where(n > 0, xp.asarray(n, dtype=xp.float64), float("nan"))
+    return xp.where(_holds_any(state), xp.asarray(n_finite(state), dtype=xp.float64), float("nan"))
 
 
 def positive_fraction(state: State) -> Array:
@@ -68,7 +72,7 @@ def negative_fraction(state: State) -> Array:
 
 
 def _nan_if_empty(state: State, values: Array) -> Array:
-    return namespace(values).where(n_finite(state) > 0, values, float("nan"))
+    return namespace(values).where(_holds_any(state), values, float("nan"))
 
 
 def zero_fraction(state: State) -> Array:
@@ -83,10 +87,13 @@ def log_ratio_mean(state: State) -> Array:
 
 
 @shared
-def _variance(state: State) -> tuple[Array, Array]:
-    """Variance of x, and how far rounding may have moved it: the sums are right to 1e-12."""
-    mean_square = (state.sum("near_x2") + state.sum("far_x2")) / denominator(state)
-    return mean_square - log_ratio_mean(state) ** 2, 3e-12 * mean_square
+def _mean_square(state: State) -> Array:
+    return (state.sum("near_x2") + state.sum("far_x2")) / denominator(state)
+
+
+@shared
+def _variance(state: State) -> Array:
+    return _mean_square(state) - log_ratio_mean(state) ** 2
 
 
 def log_ratio_std(state: State) -> Array:
@@ -95,9 +102,7 @@ def log_ratio_std(state: State) -> Array:
     From float64 sums; held between 0 and half the range of x, so that equal tokens give exactly 0.
     """
     xp = namespace(state.buffer)
-    variance, _ = _variance(state)
-    half_range = (log_ratio_max(state) - log_ratio_min(state)) / 2.0
-    return xp.minimum(xp.sqrt(variance.clip(0.0, None)), half_range)
+    return xp.minimum(xp.sqrt(_variance(state).clip(0.0, None)), _range(state) / 2.0)
 
 
 @shared
@@ -112,6 +117,11 @@ def log_ratio_max(state: State) -> Array:
     return _nan_if_empty(state, state.maximum("max_x"))
 
 
+@shared
+def _range(state: State) -> Array:
+    return log_ratio_max(state) - log_ratio_min(state)
+
+
 def log_ratio_abs_mean(state: State) -> Array:
     """mean(abs(x)), nats."""
     return state.sum("abs_x") / denominator(state)
@@ -124,7 +134,7 @@ def kl_k1(state: State) -> Array:
 
 def kl_k2(state: State) -> Array:
     """mean(x^2) / 2, nats: a biased, low-variance estimator of KL(old, new). Schulman (2020), k2."""
-    return (state.sum("near_x2") + state.sum("far_x2")) / denominator(state) / 2.0
+    return _mean_square(state) / 2.0
 
 
 def kl_k3(state: State) -> Array:
@@ -142,16 +152,25 @@ def _scale(state: State) -> Array:
 
 
 @shared
+def _unit(state: State) -> Array:
+    """2^k, the unit of the far weights."""
+    return power_of_two(_scale(state))
+
+
+@shared
+def _near_offsets(state: State) -> tuple[Array, Array]:
+    """sum (w - 1) and sum (w - 1)^2 over near tokens."""
+    return state.sum("near_x") + state.sum("near_k3"), state.sum("near_x2") + state.sum("near_excess")
+
+
+@shared
 def scaled_weight_sums(state: State) -> tuple[Array, Array]:
     """2^-k sum w and 2^-2k sum w^2, over near and far tokens."""
-    xp = namespace(state.buffer)
-    k = _scale(state)
-    n_near = xp.asarray(n_finite(state) - state.count("n_far"), dtype=xp.float64)
-    offset = state.sum("near_x") + state.sum("near_k3")  # sum (w - 1)
-    offset2 = state.sum("near_x2") + state.sum("near_excess")  # sum (w - 1)^2
-    k_near = k.clip(-1.0, None)  # a near token keeps k at -1 or above; without one its sums are 0
-    first = power_of_two(-k_near) * (n_near + offset) + state.sum("far_w")
-    second = power_of_two(-2.0 * k_near) * (n_near + 2.0 * offset + offset2) + state.sum("far_w2")
+    n_near = n_finite(state) - state.count("n_far")
+    offset, offset2 = _near_offsets(state)
+    unit = _unit(state).clip(0.5, None)  # a near token keeps k at -1 or above; without one its sums are 0
+    first = (n_near + offset) / unit + state.sum("far_w")
+    second = (n_near + 2.0 * offset + offset2) / unit / unit + state.sum("far_w2")  # the square would overflow
     return first, second
 
 
@@ -168,20 +187,20 @@ def chi2(state: State) -> Array:
     """
     xp = namespace(state.buffer)
     n = denominator(state)
-    k = _scale(state)
-    small = k <= _UNSCALED_EXPONENT
-    unscale = power_of_two(xp.where(small, k, 0.0))
-    n_far = xp.asarray(state.count("n_far"), dtype=xp.float64)
-    far_w, far_w2 = unscale * state.sum("far_w"), unscale**2 * state.sum("far_w2")
-    mean = (state.sum("near_x") + state.sum("near_k3") + (far_w - n_far)) / n  # mean (w - 1)
-    mean2 = (state.sum("near_x2") + state.sum("near_excess") + (far_w2 - 2.0 * far_w + n_far)) / n
+    n_far = state.count("n_far")
+    offset, offset2 = _near_offsets(state)
+    unit = _unit(state).clip(None, _LARGEST_SHARED_UNIT)
+    far_w, far_w2 = unit * state.sum("far_w"), unit**2 * state.sum("far_w2")
+    mean = (offset + (far_w - n_far)) / n  # mean (w - 1)
+    mean2 = (offset2 + (far_w2 - 2.0 * far_w + n_far)) / n  # mean (w - 1)^2
     # all weights far below 1: w - 1 is -1 for all, so only the scaled sums hold the digits
     offset_form = (mean2 - mean**2) / (1.0 + mean) ** 2
     first, second = scaled_weight_sums(state)
     scaled_form = n * second / first**2 - 1.0
-    value = xp.where(small & (mean > -0.5), offset_form, scaled_form)
-    variance, error = _variance(state)
-    extent = (log_ratio_max(state) - log_ratio_min(state)).clip(None, 350.0)
+    shared_sum = _unit(state) <= _LARGEST_SHARED_UNIT
+    value = xp.where(shared_sum & (mean > -0.5), offset_form, scaled_form)
+    variance, error = _variance(state), 3e-12 * _mean_square(state)  # the sums are right to 1e-12
+    extent = _range(state).clip(None, 350.0)
     least = xp.exp(-2.0 * extent) * (variance - error).clip(0.0, None)
     most = xp.minimum(xp.exp(2.0 * extent) * (variance + error), xp.sinh(extent / 2.0) ** 2)
     return xp.minimum(xp.maximum(value, least), most)
@@ -222,7 +241,7 @@ def max_weight_ess_fraction(state: State) -> Array:
     """
     xp = namespace(state.buffer)
     first, _ = scaled_weight_sums(state)
-    largest = xp.exp2(_nan_if_empty(state, state.maximum("max_x")) * LOG2E - _scale(state))
+    largest = xp.exp2(log_ratio_max(state) * LOG2E - _scale(state))
     return first / largest / denominator(state)
 
 
@@ -230,7 +249,7 @@ def max_weight_ess_fraction(state: State) -> Array:
 def ratio_mean(state: State) -> Array:
     """mean(w), raw, never truncated; +inf where float64 overflows."""
     first, _ = scaled_weight_sums(state)
-    return power_of_two(_scale(state)) * (first / denominator(state))
+    return _unit(state) * (first / denominator(state))
 
 
 def ratio_std(state: State) -> Array:

@@ -428,6 +428,18 @@ class TestRegistry:
         assert {case.spec.masks for case in found} == {"runs", "random", "mostly empty", "none", "ids"}
         assert len({case.spec.layout for case in found} | {Layout()}) == 4
 
+    @pytest.mark.parametrize("device", ["cpu", "cuda"])
+    def test_quick_runs_keep_every_axis(self, device: str) -> None:
+        quick, full = (registry.cases(device, quick, threads=2) for quick in (True, False))
+        axes = {case.axis: sum(other.axis == case.axis for other in full) for case in full}
+        for axis, cases in axes.items():
+            assert sum(case.axis == axis for case in quick) >= min(cases, 1 if axis == "statistics" else 2), axis
+        assert {case.memory for case in quick} == {True, False}
+        # what the gate is there to catch
+        assert {"trainer: logspace histogram", "torch, boolean index, naive k3"} <= {
+            name for case in quick for name in case.contenders
+        }
+
     def test_every_contender_is_in_a_case(self) -> None:
         named = {
             name for device in ("cpu", "cuda") for case in registry.cases(device, False, 2) for name in case.contenders
