@@ -1,7 +1,7 @@
 """What the sums of sequences cost on a GPU: the kernel beside array operations, and beside reading the same bytes.
 
-``PYTHONPATH=. python benchmarks/sequences_cost.py [--json PATH]`` runs from a source tree. float32 tokens, four bool
-masks, sequences of random lengths. The sums are compared before anything is timed.
+``PYTHONPATH=. python benchmarks/sequences_cost.py [--json PATH] [--sweep]`` runs from a source tree. float32 tokens,
+four bool masks, sequences of random lengths. The sums are compared before anything is timed.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from benchmarks.machine import describe, line
-from benchmarks.roofline_cuda import read
 
 import pyrlstats
-from pyrlstats import _dispatch
+from benchmarks.machine import describe, line
+from benchmarks.roofline_cuda import read
 from pyrlstats.backends import triton_gpu
 from pyrlstats.backends.batch import Batch
 from pyrlstats.backends.tokens import _BLOCK_WORDS
@@ -30,19 +29,21 @@ from pyrlstats.state import State
 Tensor = torch.Tensor
 SIZES = (1 << 24, 1 << 26)
 MEAN_LENGTHS = (1, 64, 1024, 16384, None)  # None: one sequence
+WHOLE_UPDATE = 1024  # the mean length with which an update is timed too: others would compile other kernels
 SHARES = (0.7, 0.35, 0.2, 0.1)
 NAMES = tuple("abcd")
 CLIP = (0.2, 0.2)
-MOST_SEGMENTS = 1 << 25  # of array operations: blocks x slices x sequences; more take seconds
-MOST_SUMS = 1 << 28  # of a whole call, which makes five quantities of each
+MOST_SEGMENTS = 1 << 27  # blocks x slices x sequences: with more the array operations take seconds
+COLUMNS = ("ms", "arrays_ms", "read_ms", "of_read", "update_ms", "update_arrays_ms")
 
 
 class Operands:
     """What a reader reads."""
 
-    def __init__(self, *tensors: Tensor) -> None:
+    def __init__(self, batch: Batch) -> None:
+        tensors = (batch.logp, batch.old_logp, *(batch.masks or ()))
         self.words = [tensor.view(torch.uint8).view(torch.int64) for tensor in tensors]
-        self.device = tensors[0].device
+        self.device = batch.logp.device
 
 
 def tokens(n: int) -> Batch:
@@ -63,89 +64,106 @@ def boundaries(n: int, mean: int | None) -> Tensor:
     return torch.cat((ends, cuts)).sort().values
 
 
-def milliseconds(call: Callable[[], Any], most: float = 0.25) -> float:
-    """Median of a call between events, of some ``most`` seconds together."""
+def milliseconds(call: Callable[..., Any], *arguments: Any) -> float:
+    """Median of a call between events, of a tenth of a second or one call; these inputs flush the L2 by themselves."""
     times: list[float] = []
-    call()
-    while len(times) < 3 or (sum(times) < 1e3 * most and len(times) < 25):
+    call(*arguments)
+    while not times or (sum(times) < 100.0 and len(times) < 25):
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        call()
+        call(*arguments)
         stop.record()
         stop.synchronize()
         times.append(start.elapsed_time(stop))
     return sorted(times)[len(times) // 2]
 
 
+def first_sequences(batch: Batch, count: int) -> Batch:
+    n = int(batch.boundaries[count])
+    masks = tuple(mask[:n] for mask in batch.masks or ())
+    return Batch(batch.logp[:n], batch.old_logp[:n], masks, None, None, None, batch.boundaries[: count + 1])
+
+
 def check(batch: Batch, by_arrays: bool) -> None:
     """Compare all sums, or those of the first sequences where array operations would take too long."""
-    whole = triton_gpu.sequence_sums(batch, len(NAMES))
-    part = batch
+    found = triton_gpu.sequence_sums(batch, len(NAMES))
     if not by_arrays:
-        first = 1 << 16
-        n = int(batch.boundaries[first])
-        part = Batch(batch.logp[:n], batch.old_logp[:n], tuple(mask[:n] for mask in batch.masks or ()), None, None)
-        part = replace(part, boundaries=batch.boundaries[: first + 1])
-        whole = whole[..., :first]
-    wanted = sequences.sums(part, len(NAMES))
-    size = sequences.sums(replace(part, logp=part.logp.abs() + part.old_logp.abs()), len(NAMES)).abs()
-    if not torch.equal(whole[0], wanted[0]):
+        batch = first_sequences(batch, 1 << 16)
+        found = found[..., : 1 << 16]
+    wanted = sequences.sums(batch, len(NAMES))
+    x = (batch.logp - batch.old_logp).abs()
+    sizes = sequences.sums(replace(batch, logp=x, old_logp=torch.zeros_like(x)), len(NAMES))
+    sizes[2:] = sequences.sums(replace(batch, logp=batch.logp.abs(), old_logp=batch.old_logp.abs()), len(NAMES))[2:]
+    if not torch.equal(found[0], wanted[0]):
         raise RuntimeError("the kernel counts other tokens than the array operations")
-    worst = ((whole - wanted).abs() / size.clamp(min=1e-30))[1:].max().item()
-    if not worst < 1e-12:
-        raise RuntimeError(f"the kernel's sums differ from those of the array operations by {worst}")
+    if not ((found - wanted).abs() <= 1e-12 * sizes).all():
+        raise RuntimeError("the kernel's sums are not those of the array operations")
+
+
+def updater(batch: Batch, sums: Callable[..., Any]) -> Callable[[], None]:
+    """One update of an accumulator that keeps sequences, with these sums."""
+    groups = groups_of(Options(sequences=True), CLIP)
+    state = State.empty(NAMES, Layout(), CLIP, batch.logp.device, groups)
+    return lambda: accumulate(batch, state, triton_gpu.accumulate, sequence_sums=sums)
 
 
 def rows() -> Iterator[dict[str, Any]]:
-    groups = groups_of(Options(sequences=True), CLIP)
+    """Milliseconds: ``ms`` of the kernel, ``arrays_ms`` of array operations, ``read_ms`` of reading the tokens once."""
     for n in SIZES:
         batch = tokens(n)
+        reading = milliseconds(read, Operands(batch))
         named = dict(zip(NAMES, batch.masks or (), strict=True))
-        operands: Any = Operands(batch.logp, batch.old_logp, *named.values())
-        reading = milliseconds(lambda: read(operands))  # noqa: B023
-        default = milliseconds(lambda: pyrlstats.slice_stats(batch.logp, batch.old_logp, named))  # noqa: B023
-        yield {"tokens": n, "case": "slice_stats, nothing asked for", "ms": default, "read_ms": reading}
+        default = milliseconds(pyrlstats.slice_stats, batch.logp, batch.old_logp, named)
+        yield {"tokens": n, "case": "slice_stats, without sequences", "ms": default, "read_ms": reading}
         for mean in MEAN_LENGTHS:
             batch = replace(batch, boundaries=boundaries(n, mean))
-            count = len(batch.boundaries) - 1
-            sums = len(NAMES) * count
+            sums = len(NAMES) * (len(batch.boundaries) - 1)
             by_arrays = sums * (n * len(NAMES) // _BLOCK_WORDS) <= MOST_SEGMENTS
             check(batch, by_arrays)
-            state = State.empty(NAMES, Layout(), CLIP, batch.logp.device, groups)
+            row = {"tokens": n, "case": f"mean length {mean or n:,}", "written_gb": 32e-9 * sums, "read_ms": reading}
+            row["ms"] = milliseconds(triton_gpu.sequence_sums, batch, len(NAMES))
+            row["of_read"] = reading / row["ms"]
+            if by_arrays:
+                row["arrays_ms"] = milliseconds(sequences.sums, batch, len(NAMES))
+            if mean == WHOLE_UPDATE:
+                row["update_ms"] = milliseconds(updater(batch, triton_gpu.sequence_sums))
+                row["update_arrays_ms"] = milliseconds(updater(batch, sequences.sums))
+            yield row
 
-            def call(own: Any, batch: Batch = batch, state: State = state) -> None:
-                accumulate(batch, state, triton_gpu.accumulate, sequence_sums=own)
 
-            whole = 4 * sums <= MOST_SUMS
-            yield {
-                "tokens": n, "case": f"mean length {mean or n}", "sequences": count,
-                "written_gb": 32e-9 * sums,
-                "ms": milliseconds(lambda: triton_gpu.sequence_sums(batch, len(NAMES))),  # noqa: B023
-                "arrays_ms": milliseconds(lambda: sequences.sums(batch, len(NAMES))) if by_arrays else None,  # noqa: B023
-                "read_ms": reading,
-                "update_ms": milliseconds(lambda: call(triton_gpu.sequence_sums)) if whole else None,  # noqa: B023
-                "update_arrays_ms": milliseconds(lambda: call(sequences.sums)) if whole and by_arrays else None,  # noqa: B023
-            }  # fmt: skip
-            state = None
-        batch = named = operands = None
-        torch.cuda.empty_cache()
+def sweep() -> Iterator[dict[str, Any]]:
+    """Other launch shapes; the kernel's choice is marked."""
+    shape = triton_gpu.sequences.Shape
+    for n in SIZES:
+        batch = tokens(n)
+        for mean in (8, 64, 256, 1024, 4096, 16384, None):
+            ends = boundaries(n, mean)
+            count = len(ends) - 1
+            usual = triton_gpu.sequences.shape(n, count, batch.logp.device)
+            lanes = (128,) if mean is None else (4, 8, 16, 32, 64, 128) if mean <= 256 else (32, 64, 128)
+            parts = [-(-usual.parts * times // 4) for times in (1, 2, 4, 8, 16)]
+            for chosen in sorted({shape(some, many) for some in lanes for many in parts} | {usual}):
+                arguments = (batch.logp, batch.old_logp, triton_gpu.tile.MASKS.value, batch.masks, None, ends)
+                ms = milliseconds(triton_gpu.sequences.sums, *arguments, len(NAMES), chosen)
+                case = f"mean length {mean or n:,}, {chosen.lanes} lanes, {chosen.parts} parts"
+                yield {"tokens": n, "case": case + (" *" if chosen == usual else ""), "ms": ms}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", help="where to write the rows")
-    path = parser.parse_args().json
+    parser.add_argument("--sweep", action="store_true", help="other launch shapes instead")
+    options = parser.parse_args()
     machine = describe("cuda")
     print(line(machine), flush=True)
-    assert _dispatch.unavailable("triton") is None
+    print(f"{'tokens':>10} {'case':44}", *(f"{name:>16}" for name in COLUMNS))
     found = []
-    for row in rows():
+    for row in sweep() if options.sweep else rows():
         found.append(row)
-        times = {name: f"{row[name]:9.3f}" if row.get(name) is not None else f"{'-':>9}" for name in (
-            "ms", "arrays_ms", "read_ms", "update_ms", "update_arrays_ms")}  # fmt: skip
-        print(f"{row['tokens']:>10,} {row['case']:32}", *(f"{name} {text}" for name, text in times.items()), flush=True)
-        if path:
-            with open(path, "w") as file:
+        figures = (f"{row[name]:16.3f}" if name in row else f"{'-':>16}" for name in COLUMNS)
+        print(f"{row['tokens']:>10,} {row['case']:44}", *figures, flush=True)
+        if options.json:  # after every row: a run that is cut short leaves something
+            with open(options.json, "w") as file:
                 json.dump({"machine": machine, "rows": found}, file, indent=1)
 
 

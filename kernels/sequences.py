@@ -18,9 +18,9 @@ from pyrlstats.kernels.start import Prepared, interpreted
 
 Tensor = torch.Tensor
 THREADS = 128  # of a program
-TOKENS = 4  # of a lane at once: enough loads under way, whose sum is made before it is added
+TOKENS = 4  # of a lane at once, so that enough loads are under way
 MAX_GROUP = 4  # slices a launch
-PROGRAMS_A_MULTIPROCESSOR = 16
+PROGRAMS_A_MULTIPROCESSOR = 24  # of which 5 or 6 run at once: the last round is a small share
 LEAST_STEPS = 8  # a part is at least so long: shorter ones cost more than they spread
 MAX_COLUMNS = 1 << 30  # 32-bit arithmetic inside a tile
 

@@ -74,20 +74,17 @@ def compile_all(target: str) -> None:
         "x_ptr": "*fp32", "member_ptr": "*u8", "logp_ptr": "*bf16", "old_ptr": "*fp32", "base_ptr": "*i1",
         **dict.fromkeys(("low_ptr", "width_ptr", "shift_ptr", "counts_ptr", "ends_ptr"), "*i64"),
         **dict.fromkeys(("n_integers", "n_sums", "n_maxima", "intervals", "parts", "n_slices", "first"), "i32"),
-        **dict.fromkeys(("mask0", "mask1", "mask2", "mask3"), "*i1"),
+        **dict.fromkeys(("mask0", "mask1", "mask2", "mask3"), "*u8"),
     }  # fmt: skip
     digit = {"ABSOLUTE": False, "DIGITS": 2048, "FEW": digits.FEW, "BLOCK": digits.BLOCK}
     few = {"ROWS": 32, "LANES": 4, "V": sequences.TOKENS, "G": 4, "MODE": tile.MASKS.value, "HAS_BASE": False}
-    many = few | {"ROWS": 1, "LANES": 128, "HAS_BASE": True}
+    many = few | {"ROWS": 1, "LANES": sequences.THREADS, "MODE": tile.IDS.value, "HAS_BASE": True}
     others = [
         (pack.pack_kernel, pack.constants(CORE)), (pack.unpack_kernel, pack.constants(None)),
         (digits.count_kernel, digit), (sequences.sums_kernel, few), (sequences.sums_strided_kernel, many),
-        (sequences.sums_kernel, many | {"MODE": tile.IDS.value}),
     ]  # fmt: skip
     for kernel, constants in others:
         signature = {name: "constexpr" if name in constants else types.get(name, "i64") for name in kernel.arg_names}
-        if "MODE" in constants and constants["MODE"] == tile.IDS.value:
-            signature["mask0"] = "*u8"
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
         compiled = triton.compile(source, target=gpu, options={"num_warps": 4})
         assert compiled.asm.get("cubin") or compiled.asm.get("hsaco")
