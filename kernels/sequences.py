@@ -21,7 +21,7 @@ THREADS = 128  # of a program
 TOKENS = 4  # of a lane at once, so that enough loads are under way
 MAX_GROUP = 4  # slices a launch
 PROGRAMS_A_MULTIPROCESSOR = 24  # of which 5 or 6 run at once: the last round is a small share
-LEAST_STEPS = 8  # a part is at least so long: shorter ones cost more than they spread
+LEAST_STEPS = 2  # of a part of a sequence of the mean length: shorter ones cost more than they spread
 MAX_COLUMNS = 1 << 30  # 32-bit arithmetic inside a tile
 
 
@@ -162,11 +162,14 @@ def _programs_wanted(device: torch.device) -> int:
 
 
 def shape(n: int, sequences: int, device: torch.device) -> Shape:
-    """Lanes for the mean length, and parts until there are programs enough to fill the GPU."""
-    mean = n // sequences
-    lanes = 4 if mean <= 32 else 32 if mean <= 2048 else THREADS
+    """A program a sequence while all fit on the GPU, else lanes for the mean length; parts until it is full.
+
+    A sequence much longer than the mean is what all others wait for: few lanes only where there are many sequences.
+    """
+    mean, wanted = n // sequences, _programs_wanted(device)
+    lanes = THREADS if sequences <= wanted or mean > 2048 else 32 if mean > 32 else 4
     programs = -(-sequences * lanes // THREADS)
-    parts = min(_programs_wanted(device) // programs, mean // (LEAST_STEPS * TOKENS * lanes))
+    parts = min(wanted // programs, mean // (LEAST_STEPS * TOKENS * lanes))
     return Shape(lanes, max(parts, 1))
 
 
