@@ -110,5 +110,9 @@ def accumulate(batch: Batch, state: State, num_threads: int | None = None) -> No
         return
     from pyrlstats.groups.accumulate import accumulate
 
-    fill = None if name != "cpp" else functools.partial(backend.fill_groups, num_threads=num_threads)
-    accumulate(batch, state, engine, fill)
+    own: dict[str, Any] = {}  # what the backend does itself, not by array operations
+    if name == "cpp":
+        own["fill"] = functools.partial(backend.fill_groups, num_threads=num_threads)
+    elif name == "triton":
+        own["sequence_sums"] = backend.sequence_sums
+    accumulate(batch, state, engine, **own)

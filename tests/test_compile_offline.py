@@ -21,7 +21,7 @@ def compile_all(target: str) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from pyrlstats.backends.triton_gpu import digits, launch, pack  # finds the kernels in a source tree
+    from pyrlstats.backends.triton_gpu import digits, launch, pack, sequences  # finds the kernels in a source tree
     from pyrlstats.layout import CORE, Layout
 
     histogram, slice_hist, tile = launch.histogram, launch.slice_hist, launch.tile
@@ -76,16 +76,21 @@ def compile_all(target: str) -> None:
             assert fits, f"{kernel.__name__}: {rows} bytes of rows and {shared} of Triton's"
         sys.stdout.write(f"{triton.__version__} {target} {kernel.__name__} {mode.value} {way.value}\n")
     types = {
-        "words_ptr": "*i64", **dict.fromkeys(("own_ptr", "common_ptr", "total_ptr"), "*fp64"), "n": "i64",
-        "x_ptr": "*fp32", "member_ptr": "*u8",
-        **dict.fromkeys(("low_ptr", "width_ptr", "shift_ptr", "counts_ptr"), "*i64"),
+        "words_ptr": "*i64", **dict.fromkeys(("own_ptr", "common_ptr", "total_ptr", "out_ptr"), "*fp64"),
+        "x_ptr": "*fp32", "member_ptr": "*u8", "logp_ptr": "*bf16", "old_ptr": "*fp32", "base_ptr": "*i1",
+        **dict.fromkeys(("low_ptr", "width_ptr", "shift_ptr", "counts_ptr", "ends_ptr"), "*i64"),
+        **dict.fromkeys(("n_integers", "n_sums", "n_maxima", "intervals", "parts", "n_slices", "first"), "i32"),
+        **dict.fromkeys(("mask0", "mask1", "mask2", "mask3"), "*u8"),
     }  # fmt: skip
     digit = {"ABSOLUTE": False, "DIGITS": 2048, "FEW": digits.FEW, "BLOCK": digits.BLOCK}
-    others = {
-        pack.pack_kernel: pack.constants(CORE), pack.unpack_kernel: pack.constants(None), digits.count_kernel: digit
-    }  # fmt: skip
-    for kernel, constants in others.items():
-        signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    few = {"ROWS": 32, "LANES": 4, "V": sequences.TOKENS, "G": 4, "MODE": tile.MASKS.value, "HAS_BASE": False}
+    many = few | {"ROWS": 1, "LANES": sequences.THREADS, "MODE": tile.IDS.value, "HAS_BASE": True}
+    others = [
+        (pack.pack_kernel, pack.constants(CORE)), (pack.unpack_kernel, pack.constants(None)),
+        (digits.count_kernel, digit), (sequences.sums_kernel, few), (sequences.sums_strided_kernel, many),
+    ]  # fmt: skip
+    for kernel, constants in others:
+        signature = {name: "constexpr" if name in constants else types.get(name, "i64") for name in kernel.arg_names}
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
         compiled = triton.compile(source, target=gpu, options={"num_warps": 4})
         assert compiled.asm.get("cubin") or compiled.asm.get("hsaco")

@@ -24,13 +24,17 @@ _FAMILIES: dict[str, ModuleType] = {
 
 Engine = Callable[[Batch, State], None]  # adds a batch to a core state
 Fill = Callable[[Batch, State], tuple[Array, Array]]  # as backends.cpp.fill_groups
+Sums = Callable[[Batch, int], Array]  # as sequences.sums
 
 
-def accumulate(batch: Batch, state: State, engine: Engine, fill: Fill | None = None) -> None:
+def accumulate(
+    batch: Batch, state: State, engine: Engine, fill: Fill | None = None, sequence_sums: Sums = sequences.sums
+) -> None:
     """Add the batch to a state with groups, in place.
 
-    ``engine`` makes the core, and bins the values of the groups with a histogram; ``fill`` the other groups, which is
-    done by array operations where the backend has none. What does not fit into memory leaves the state as it was.
+    ``engine`` makes the core, and bins the values of the groups with a histogram; ``fill`` the other groups and the
+    sums of sequences. Where the backend has none, array operations fill, and ``sequence_sums`` makes those sums. What
+    does not fit into memory leaves the state as it was.
     """
     fresh = State.empty(state.names, state.layout, state.clip, _device(state), state.groups)
     engine(batch, fresh.core())
@@ -38,7 +42,7 @@ def accumulate(batch: Batch, state: State, engine: Engine, fill: Fill | None = N
     with np.errstate(all="ignore"):
         if fill is None:
             _fill(batch, fresh, engine)
-            sums = sequences.sums(batch, len(state.names)) if "sequences" in asked else None
+            sums = sequence_sums(batch, len(state.names)) if "sequences" in asked else None
         else:
             updates, sums = fill(batch, fresh)
             if updates is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,10 +11,13 @@ import torch
 from gpu_sync import no_sync
 
 import pyrlstats
+from pyrlstats.backends.batch import Batch
+from pyrlstats.groups import sequences
 from pyrlstats.layout import Layout
 from pyrlstats.state import State
 
-launch = pytest.importorskip("pyrlstats.backends.triton_gpu").launch
+triton_gpu = pytest.importorskip("pyrlstats.backends.triton_gpu")
+launch = triton_gpu.launch
 histogram, slice_hist, tile = launch.histogram, launch.slice_hist, launch.tile
 
 pytestmark = [
@@ -223,3 +227,44 @@ def test_exact_quantiles_are_those_of_a_sort(kind, by_digits, monkeypatch):
             ordered = (x.abs() if absolute else x).sort().values.double()
             places = [max(1, int(np.ceil(one * len(ordered)))) - 1 for one in q]
             assert torch.equal(found[name] + 0.0, ordered[places] + 0.0), (name, absolute)
+
+
+@pytest.mark.parametrize("mean", [2, 64, 1024, 20_000, None])
+def test_sums_of_sequences_are_those_of_array_operations(mean):
+    """With the lanes and parts that the usual lengths get, in a graph too; the same bits every time."""
+    n = 3_000_001 if mean != 2 else 300_001
+    logp, old_logp, masks = batch(n, 12, torch.float32, 0.3)
+    cuts = torch.randint(5, n - 5, (0 if mean is None else n // mean,), device="cuda")
+    ends = torch.cat((torch.tensor([5, n - 5], device="cuda"), cuts)).sort().values
+    given = Batch(logp, old_logp, tuple(masks), None, None, None, ends)
+    wanted = sequences.sums(given, 4)
+    x = (logp - old_logp).abs()
+    sizes = sequences.sums(replace(given, logp=logp.abs(), old_logp=old_logp.abs()), 4)
+    sizes[1] = sequences.sums(replace(given, logp=x, old_logp=torch.zeros_like(x)), 4)[1]
+    with no_sync():
+        found = triton_gpu.sequence_sums(given, 4)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = triton_gpu.sequence_sums(given, 4)
+    graph.replay()
+    assert torch.equal(found, again)
+    assert torch.equal(found[0], wanted[0])
+    assert ((found - wanted).abs() <= 1e-12 * sizes).all()
+
+
+def test_an_accumulator_of_sequences_in_a_graph():
+    logp, old_logp, masks = batch(64 * 512, 13, torch.float32, 0.3)
+    rows = [tensor.view(64, 512) for tensor in (logp, old_logp, *masks)]
+    named = dict(zip(NAMES, rows[2:], strict=True))
+    once = pyrlstats.SliceAccumulator(NAMES, device="cuda", sequences=True).update(rows[0], rows[1], named).compute()
+    accumulator = pyrlstats.SliceAccumulator(NAMES, device="cuda", sequences=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        accumulator.update(rows[0], rows[1], named)
+    accumulator.reset()
+    for _ in range(3):
+        graph.replay()
+    stats = accumulator.compute()
+    for name in NAMES:
+        assert stats[name].n_sequences.item() == 3 * once[name].n_sequences.item() > 0
+        assert stats[name].sequence_log_ratio_mean.item() == pytest.approx(once[name].sequence_log_ratio_mean.item())

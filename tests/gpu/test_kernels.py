@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from pyrlstats import reference
 from pyrlstats._inputs import gate, resolve_names
 from pyrlstats.backends import digits
 from pyrlstats.distributed import _Packed
+from pyrlstats.groups import sequences
 from pyrlstats.groups.accumulate import accumulate
 from pyrlstats.groups.inputs import with_groups
 from pyrlstats.groups.options import Options, groups_of
@@ -355,7 +357,7 @@ def test_adds_to_the_state(oracle, rng):
 
 
 def test_optional_statistics(oracle, rng):
-    """Their histograms are made by the kernels, the rest by array operations, on the device of the tokens."""
+    """Histograms and sums of sequences are made by the kernels, the rest by array operations, on the tokens' device."""
     logp = torch.from_numpy(-rng.random((5, SIZE // 50)).astype(np.float32))
     old_logp = logp - torch.from_numpy(rng.normal(0.0, 0.3, logp.shape).astype(np.float32))
     masks = {"some": torch.from_numpy(rng.random(logp.shape) < 0.4), "all": torch.ones(1, 1)}
@@ -366,7 +368,7 @@ def test_optional_statistics(oracle, rng):
     batch = with_groups(batch, groups, _to_device(advantages), None)
     state = State.empty(tuple(masks), Layout(), CLIP, torch.device(DEVICE), groups)
     for _ in range(2):
-        accumulate(batch, state, triton_gpu.accumulate)
+        accumulate(batch, state, triton_gpu.accumulate, sequence_sums=triton_gpu.sequence_sums)
     asked = {name: value for name, value in options._asdict().items() if name not in ("advantages", "dual_clip")}
     wanted = oracle.state(logp, old_logp, masks, advantages=advantages, **asked)
     twice = SliceStats(wanted) + SliceStats(wanted)
@@ -375,6 +377,134 @@ def test_optional_statistics(oracle, rng):
         assert np.array_equal(mine.counts[:, :1], theirs.counts[:, :1])
         if not torch.equal(torch.as_tensor(mine.histogram), torch.as_tensor(theirs.histogram)):
             assert mine.histogram.sum() == theirs.histogram.sum()  # a sum of a sequence at the edge of a bin
+
+
+def sequence_ends(rng, n=None):
+    """Boundaries of sequences of all lengths, and the number of tokens: some before the first, some after the last."""
+    lengths = [0, 1, 0, 0, 37, 1, 1, 150, 2, 64, 0, 63, 65, 0]
+    if n is not None:
+        ends = np.sort(rng.integers(0, n + 1, 1 if n == 0 else 9))
+    else:
+        if not INTERPRETED:
+            lengths += [*rng.integers(0, 6, 200), *rng.integers(0, 9_000, 30), 100_000]
+        ends = np.concatenate(([3], 3 + np.cumsum(lengths)))
+    return torch.from_numpy(ends), int(ends[-1]) + 9
+
+
+def check_sums(logp, old_logp, ends, masks=None, *, slice_ids=None, names=None, mask=None):
+    """The kernel's sums beside those of the definition and of the array operations; returns them."""
+    names = resolve_names(masks, slice_ids, names)
+    given = (logp, old_logp, masks, slice_ids, mask)
+    host = replace(gate(*given, names), boundaries=ends)
+    batch = replace(gate(*(_to_device(item) for item in given), names), boundaries=_to_device(ends))
+    got = triton_gpu.sequence_sums(batch, len(names)).cpu().numpy()
+    assert got.shape == (4, len(names), len(ends) - 1)
+    flat_logp, flat_old = (_numpy(item.reshape(-1)).astype(np.float64) for item in (host.logp, host.old_logp))
+    x = reference.log_ratio(_numpy(host.logp), _numpy(host.old_logp)).reshape(-1).astype(np.float64)
+    base = np.ones(x.shape, bool) if mask is None else _numpy(host.base_mask.reshape(-1)) != 0
+    wanted, scale = np.zeros(got.shape), np.zeros(got.shape)
+    places = ends.clamp(0, x.size).tolist()
+    for s in range(len(names)):
+        member = base
+        if slice_ids is not None:
+            member = base & (host.slice_ids.reshape(-1).to(torch.int64).numpy() == s)
+        elif masks is not None:
+            member = base & (_numpy(host.masks[s].reshape(-1)) != 0)
+        for i, (begin, end) in enumerate(itertools.pairwise(places)):
+            inside = np.flatnonzero(member[begin:end]) + begin
+            for row, values in enumerate((np.ones_like(x), x, flat_logp, flat_old)):
+                wanted[row, s, i] = values[inside].sum()
+                scale[row, s, i] = np.abs(values[inside]).sum()
+    arrays = sequences.sums(replace(host, boundaries=ends.clamp(0, x.size)), len(names)).numpy()
+    for other in (wanted, arrays):
+        finite = np.isfinite(other)
+        assert np.array_equal(got[0], other[0])
+        assert np.array_equal(got[~finite], other[~finite], equal_nan=True)
+        assert (np.abs(got[finite] - other[finite]) <= 1e-12 * scale[finite]).all()
+    return got
+
+
+def usual_masks(rng, n, slices):
+    return {f"s{s}": torch.from_numpy(rng.random(n) < (0.6, 1.0, 0.0, 0.1)[s % 4]) for s in range(slices)}
+
+
+@pytest.mark.parametrize("lanes", [4, 32, 128])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_sums_of_sequences(rng, monkeypatch, lanes, parts):
+    """Empty sequences, of one token, of many; each in parts; NaN and infinities."""
+    monkeypatch.setattr(triton_gpu.sequences, "shape", lambda *_: (lanes, parts))
+    ends, n = sequence_ends(rng)
+    logp, old_logp = tokens(rng, (n,))
+    for at, value in ((5, np.nan), (48, np.inf), (200, -np.inf)):
+        logp[at] = value
+    masks = usual_masks(rng, n, 3)
+    got = check_sums(logp, old_logp, ends, masks)
+    assert not np.isfinite(got[1:, 1]).all()
+    assert got[0, 1].sum() == ends[-1] - ends[0]
+    assert np.array_equal(got, check_sums(logp, old_logp, ends, masks), equal_nan=True)
+
+
+@pytest.mark.parametrize("slices", [1, 5, 32])
+@pytest.mark.parametrize("how", ["masks", "ids"])
+def test_sums_of_sequences_in_many_slices(rng, slices, how):
+    ends, n = sequence_ends(rng, 90 if INTERPRETED else None)
+    logp, old_logp = tokens(rng, (n,), ("bfloat16", "float32"))
+    base = torch.from_numpy(rng.random(n) < 0.7)
+    if how == "masks":
+        check_sums(logp, old_logp, ends, usual_masks(rng, n, slices), mask=base)
+    else:
+        ids = torch.from_numpy(rng.integers(-2, slices + 2, n))
+        check_sums(logp, old_logp, ends, slice_ids=ids, names=[f"s{s}" for s in range(slices)], mask=base)
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_sums_of_sequences_of_all_dtypes(rng, index):
+    """Every dtype once as logp, as old_logp, as mask, as ids: -1 is the largest of the unsigned."""
+    ends, _ = sequence_ends(rng, 200)
+    new, old = list(FLOATS)[index], list(FLOATS)[index - 1]
+    logp, old_logp = tokens(rng, (200,), (new, old))
+    mask_dtypes = MASK_DTYPES[index::4]
+    masks = {str(dtype): torch.from_numpy(rng.random(200) < 0.5).to(dtype) for dtype in mask_dtypes}
+    if index == 3:
+        masks["tiny"] = torch.where(torch.arange(200) % 3 == 0, 1e-300, -0.0).to(torch.float64)
+        masks["NaN"] = torch.where(torch.arange(200) % 3 == 0, np.nan, 0.0).to(torch.bfloat16)
+    check_sums(logp, old_logp, ends, masks, mask=torch.from_numpy(rng.random(200) < 0.8).to(MASK_DTYPES[index]))
+    ids = torch.from_numpy(rng.integers(-1, 3, 200))
+    for name in (f"int{8 << index}", f"uint{8 << index}"):
+        check_sums(logp, old_logp, ends, slice_ids=ids.to(getattr(torch, name)), names=["a", "b"])
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_sums_of_sequences_of_views(rng, view):
+    """In the order of the flattened tokens, whatever the strides."""
+    shape, look = VIEWS[view]
+    logp, old_logp = (look(tensor) for tensor in tokens(rng, shape, kind="near"))
+    masks = {"full": look(torch.from_numpy(np.asarray(rng.random(shape) < 0.5))), "0-d": torch.ones(())}
+    if logp.ndim > 1:
+        masks["[B, 1]"] = torch.from_numpy(rng.random((*logp.shape[:-1], 1)) < 0.5)
+        masks["[T]"] = torch.from_numpy(rng.random(logp.shape[-1]) < 0.5)
+    ends, _ = sequence_ends(rng, logp.numel())
+    check_sums(logp, old_logp.contiguous(), ends, masks)
+
+
+def test_sums_of_one_sequence_and_of_none(rng):
+    n = 20_000 if INTERPRETED else 1_000_000
+    logp, old_logp = tokens(rng, (n,), kind="near")
+    assert triton_gpu.sequences.shape(n, 1, torch.device(DEVICE)).parts > 1
+    check_sums(logp, old_logp, torch.tensor([0, n]))
+    check_sums(logp[:40], old_logp[:40], torch.tensor([7]))
+    check_sums(logp[:40], old_logp[:40], torch.tensor([11] * 7))
+    check_sums(logp[:40], old_logp[:40], torch.tensor([-5, 2, 2, 39, 90]))  # cut to the tokens
+
+
+def test_a_masked_out_value_is_in_no_sum_of_a_sequence(rng):
+    ends, n = sequence_ends(rng)
+    logp, old_logp = tokens(rng, (n,), kind="near")
+    mask = torch.from_numpy(rng.random(n) < 0.5)
+    clean = check_sums(logp, old_logp, ends, {"a": mask})
+    for value in (np.nan, -np.inf):
+        dirty = check_sums(logp.masked_fill(~mask, value), old_logp, ends, {"a": mask})
+        assert np.array_equal(clean, dirty)
 
 
 @pytest.mark.parametrize("table", TABLES)
