@@ -32,7 +32,7 @@ TOKENS = 20_000  # a run and step
 STEPS, ONSET, WARMUP = 400, 150, 100
 RATE, MOST = 0.02, 20.0
 WITHIN = 100  # steps after the onset
-_OVER_MEAN = 2 * len(SIGNALS) + KEYS.index("tail_to_mean")
+_TO_MEAN = 2 * len(SIGNALS) + KEYS.index("tail_to_mean")
 
 
 class Runs(NamedTuple):
@@ -168,7 +168,7 @@ def scores(runs: Runs) -> dict[str, Floats]:
     paths = {
         "pyrlstats, all slices and signals": excess(runs),
         "pyrlstats, told to look at p99.9 of post_tool alone": excess(runs, [2 * len(SIGNALS)]),
-        "pyrlstats, told to look at tail over mean of post_tool alone": excess(runs, [_OVER_MEAN]),
+        "pyrlstats, told to look at tail_to_mean of post_tool alone": excess(runs, [_TO_MEAN]),
         "EWMA of the global mean KL": single.ewma(np.log(runs.kl)),
         "fixed threshold on the global mean KL": kl,
         "fixed threshold on entropy": entropy,
