@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from source_tree import imported
 
+from pyrlstats import slice_stats
 from pyrlstats.monitor.drift import CLIP, Drift, fit, slope_se, theil_sen
-from pyrlstats.monitor.growth import Limits, level
+from pyrlstats.monitor.growth import Limits, level, told
 from pyrlstats.monitor.rules import builtin_rules
 from pyrlstats.monitor.settings import Settings
-from pyrlstats.monitor.signals import KEYS, Reference, against, least_noise, values_of
+from pyrlstats.monitor.signals import KEYS, Reference, against, least_noise, tail_to_mean, values_of
 from pyrlstats.monitor.thresholds import HORIZON, RATES, RHO_EDGES, WARMUPS, threshold
 from pyrlstats.slice_stats import SliceStats
 
@@ -82,6 +83,39 @@ def test_the_level_is_a_median():
     values = np.array([[0.0, np.nan]] * 8 + [[1.0, np.nan]] * 6 + [[100.0, np.nan]])
     assert level(values)[0] == 1.0
     assert np.isnan(level(values)[1])
+
+
+def test_the_tail_relative_to_the_mean_knows_no_level():
+    def state_of(x):
+        return slice_stats(x, np.zeros_like(x), {"some": x == x, "none": x == 0.0}).state
+
+    rng = np.random.default_rng(0)
+    before, now = (np.where(rng.random(4000) < 0.3, 0.0, 0.01 * rng.standard_t(5, 4000)).astype("f4") for _ in range(2))
+    now[:40] *= 10.0
+    state = state_of(now)
+    reference = Reference(state_of(before))
+    value, nothing = tail_to_mean(state, reference)
+    assert np.isnan(nothing)
+    sizes, now_sizes = (np.abs(x[x != 0.0]).astype("f8") for x in (before, now))
+    far = np.quantile(sizes, 0.98, method="inverted_cdf") / sizes.mean() * now_sizes.mean()
+    beyond = np.log(now_sizes / far)
+    # half a bin for each token, and half a bin for where the tail begins
+    bins = (beyond > -0.05).mean() * 2.0**-state.layout.mantissa_bits
+    assert abs(value - np.maximum(beyond, 0.0).mean()) < bins < 0.2 * value
+    assert value > 1.2 * tail_to_mean(state_of(before), reference)[0]
+    # all tokens twice as large, or more of them 0: nothing that it sees
+    assert tail_to_mean(state_of(2.0 * now), reference)[0] == pytest.approx(value, rel=1e-9)
+    assert tail_to_mean(state_of(np.append(now, np.zeros(999, "f4"))), reference)[0] == pytest.approx(value, rel=1e-9)
+
+
+def test_a_tail_that_outgrows_a_shrinking_mean_is_not_told():
+    grew = np.zeros((2, 2 * len(KEYS)))
+    relative, tail = len(KEYS) + KEYS.index("tail_to_mean"), len(KEYS) + KEYS.index("abs_log_ratio_p99_9")
+    grew[:, relative] = 1.0
+    grew[1, tail] = 0.2
+    assert [np.flatnonzero(row).tolist() for row in told(grew)] == [[], [tail, relative]]
+    grew[:, tail] = np.nan
+    assert not told(grew).any()
 
 
 def test_theil_sen():

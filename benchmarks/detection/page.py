@@ -106,8 +106,9 @@ def _long_run(results: dict[str, Any]) -> str:
 
 
 def _delays(results: dict[str, Any]) -> str:
+    watched = results["delays"][0]["signals"]
     return _table(
-        ("growth of one signal of 27", "warned", "steps, p50", "p90", "stopped", "steps, p50"),
+        (f"growth of one signal of {watched}", "warned", "steps, p50", "p90", "stopped", "steps, p50"),
         (
             (
                 row["growth"],

@@ -96,7 +96,7 @@ def adwin(delta: float) -> Any:
 
 
 RIVER: dict[str, tuple[Callable[[float], Any], tuple[float, ...]]] = {
-    "river PageHinkley": (page_hinkley, (6.0, 9.0, 12.0, 14.0, 16.0, 17.0, 18.0, 19.0, 20.0, 22.0, 26.0, 35.0)),
+    "river PageHinkley": (page_hinkley, (*map(float, range(6, 21)), 22.0, 26.0, 35.0)),
     "river ADWIN": (adwin, (0.5, 0.1, 0.02, 5e-3, 2e-3, 1e-3, 5e-4, 2e-4, 1e-5, 1e-7)),
 }
 

@@ -29,6 +29,7 @@ LEVELS = {
     "abs_log_ratio_p99_9": 0.1,
     "abs_log_ratio_p99_99": 0.3,
     "tail_mass": 1e-3,
+    "tail_to_mean": 0.01,
     "chi2": 0.02,
     "kl_k3": 1e-3,
     "clip_fraction": 0.01,

@@ -19,9 +19,9 @@ from pyrlstats import quantiles, slice_stats, stats
 from pyrlstats.compare import kolmogorov_smirnov
 from pyrlstats.monitor.drift import LEAST_SD, Drift, fit
 from pyrlstats.monitor.frozen import pooled
-from pyrlstats.monitor.growth import Limits
+from pyrlstats.monitor.growth import LEVEL, Limits, level, told
 from pyrlstats.monitor.settings import Settings
-from pyrlstats.monitor.signals import KEYS, SIGNALS, Reference, tail_counts
+from pyrlstats.monitor.signals import KEYS, SIGNALS, Reference, tail_counts, tail_to_mean
 from pyrlstats.state import State
 
 Floats = NDArray[np.float64]
@@ -32,6 +32,7 @@ TOKENS = 20_000  # a run and step
 STEPS, ONSET, WARMUP = 400, 150, 100
 RATE, MOST = 0.02, 20.0
 WITHIN = 100  # steps after the onset
+_TO_MEAN = 2 * len(SIGNALS) + KEYS.index("tail_to_mean")
 
 
 class Runs(NamedTuple):
@@ -63,10 +64,10 @@ def states(runs: int, share: float, seed: int) -> Iterator[State]:
     ids = rng.choice(len(NAMES), (runs, TOKENS), p=SHARES).astype(np.int32)
     slices = ids + 3 * np.arange(runs, dtype=np.int32)[:, None]
     old = np.zeros(ids.shape, np.float32)
-    for step, level in enumerate(ar1(rng, (runs, len(NAMES)), STEPS)):
+    for step, own in enumerate(ar1(rng, (runs, len(NAMES)), STEPS)):
         start = rng.integers(len(pool) - ids.size)
         x = rng.standard_normal(ids.shape, np.float32) * pool[start : start + ids.size].reshape(ids.shape)
-        x *= (0.01 * np.exp(level)).astype(np.float32).ravel()[slices]
+        x *= (0.01 * np.exp(own)).astype(np.float32).ravel()[slices]
         if step > ONSET and share:
             grows = (ids == 2) & (rng.random(ids.shape, np.float32) < share / SHARES[2])
             x[grows] *= np.float32(min(MOST, (1.0 + RATE) ** (step - ONSET)))
@@ -87,6 +88,7 @@ def signal_values(state: State, reference: Reference) -> Floats:
         logs = {
             "abs_log_ratio_p99_9": tails[:, 0],
             "abs_log_ratio_p99_99": tails[:, 1],
+            "tail_to_mean": tail_to_mean(state, reference),
             "chi2": stats.chi2(state),
             "kl_k3": stats.kl_k3(state),
             "ks_to_baseline": kolmogorov_smirnov(state, reference.state).estimate,
@@ -146,12 +148,15 @@ def _counting_noise(values: Floats, warmup: list[State]) -> Floats:
 
 
 def excess(runs: Runs, columns: slice | list[int] = slice(None)) -> Floats:
-    """The monitor's largest score over its threshold, (R, STEPS), among some signals: with all it warns above 1."""
+    """The monitor's largest score over its threshold, (R, STEPS), among some signals that have grown enough to be told:
+    with all it warns above 1."""
     drift = Drift(fit(runs.values[:WARMUP], runs.least_sd))
     limits = Limits.of(drift.baseline, Settings().false_warnings, Settings().false_stops)
     paths = np.zeros(runs.kl.shape)
     for step in range(WARMUP, STEPS):
-        paths[:, step] = (drift.update(runs.values[step]) / limits.warning)[:, columns].max(1)
+        score = drift.update(runs.values[step]) / limits.warning
+        grew = level(runs.values[step - LEVEL + 1 : step + 1]) - drift.baseline.location
+        paths[:, step] = np.where(told(grew), score, 0.0)[:, columns].max(1)
     return paths
 
 
@@ -163,6 +168,7 @@ def scores(runs: Runs) -> dict[str, Floats]:
     paths = {
         "pyrlstats, all slices and signals": excess(runs),
         "pyrlstats, told to look at p99.9 of post_tool alone": excess(runs, [2 * len(SIGNALS)]),
+        "pyrlstats, told to look at tail_to_mean of post_tool alone": excess(runs, [_TO_MEAN]),
         "EWMA of the global mean KL": single.ewma(np.log(runs.kl)),
         "fixed threshold on the global mean KL": kl,
         "fixed threshold on entropy": entropy,

@@ -1,8 +1,8 @@
 """Growth of a slice against its baseline, and that of the others beside it: what moved, how fast, and what did not.
 
-A slice is in trouble when the score of any of its signals passes the threshold of its false-alarm rate. It is a reason
-to stop when one of them passes the threshold of the stricter rate, is as many times its baseline as Signal.stop says,
-and still rises.
+A slice is in trouble when the score of any of its signals passes the threshold of its false-alarm rate, and the signal
+that must grow beside it, where there is one, has grown too. It is a reason to stop when one of them passes the
+threshold of the stricter rate, is as many times its baseline as Signal.stop says, and still rises.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pyrlstats.distances import tail_ratio
 from pyrlstats.monitor.alerts import Alert, Level, plain
 from pyrlstats.monitor.drift import Baseline, Drift, slope_se, theil_sen
 from pyrlstats.monitor.episodes import Finding
-from pyrlstats.monitor.signals import SIGNALS, Reference
+from pyrlstats.monitor.signals import BESIDE, SIGNALS, Reference
 from pyrlstats.monitor.thresholds import threshold
 from pyrlstats.state import State
 
@@ -64,6 +64,13 @@ def level(values: Floats) -> Floats:
     return np.asarray(np.where(empty, np.nan, np.nanmedian(np.where(empty, 0.0, last), 0)))
 
 
+def told(grew: Floats) -> NDArray[np.bool_]:
+    """Whether growth is worth a word, of each signal (..., S x len(SIGNALS)): its own, and of the one beside it."""
+    grown = (grew > LEAST_GROWTH).reshape(*grew.shape[:-1], grew.shape[-1] // len(SIGNALS), len(SIGNALS))
+    result: NDArray[np.bool_] = (grown & grown[..., BESIDE]).reshape(grew.shape)
+    return result
+
+
 @dataclass(frozen=True)
 class Scene:
     """What a finding is made from, at one step.
@@ -105,7 +112,7 @@ def growth(scene: Scene) -> Iterator[Finding]:
     shape = (len(scene.names), len(SIGNALS))
     score, limits = scene.drift.score(), scene.limits
     grew = level(scene.values) - scene.drift.baseline.location
-    begun = np.asarray((score > limits.warning) & (grew > LEAST_GROWTH)).reshape(shape)
+    begun = ((score > limits.warning) & told(grew)).reshape(shape)
     goes_on: NDArray[np.bool_] = np.any((score > 0.5 * limits.warning).reshape(shape), axis=1)
     for row, name in enumerate(scene.names):
         if begun[row].any():

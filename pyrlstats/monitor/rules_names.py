@@ -17,7 +17,7 @@ from pyrlstats.slice_stats import ABS_QUANTILES, QUANTILES, SCALARS
 DERIVED = ("n_nonfinite", "nonfinite_fraction")
 
 # against the frozen baseline, from states: where there are only figures, there are none of these
-COMPARED = ("tail_mass", "tail_ratio", "ks_to_baseline")
+COMPARED = ("tail_mass", "tail_ratio", "tail_to_mean", "ks_to_baseline")
 
 # of the far tail, where tail_shape was asked for it
 TAILS = ("pareto_k", "hill", "hill_se", "n_tail", "tail_cutoff")

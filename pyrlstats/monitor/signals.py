@@ -6,6 +6,7 @@ Logarithms make noise and growth alike at every scale: 0.1 is 10 % more, a const
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,11 +16,13 @@ from numpy.typing import NDArray
 
 from pyrlstats.cells import abs_cells
 from pyrlstats.distances import kolmogorov_smirnov
+from pyrlstats.layout import Layout
 from pyrlstats.state import State
 
 Floats = NDArray[np.float64]
 
 TAIL = 0.999  # the baseline's quantile of abs(x) beyond which tokens are the tail
+SHOULDER = 0.98  # that of tokens other than 0 beyond which they are far from the mean
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class Signal:
         stop: how many times its baseline it is where the run should stop, if it still rises; infinite where never.
         linear: watched as it is: it may be 0 or negative, and grows by a difference.
         optional: not there in every run.
+        beside: key of the signal that must have grown too; "" where none must.
     """
 
     key: str
@@ -43,6 +47,7 @@ class Signal:
     stop: float = math.inf
     linear: bool = False
     optional: bool = False
+    beside: str = ""
 
 
 # a log-ratio twice as large is four times the KL and the variance of the weights
@@ -50,6 +55,8 @@ SIGNALS = (
     Signal("abs_log_ratio_p99_9", "tail (p99.9 of |log-ratio|)", stop=2.0),
     Signal("abs_log_ratio_p99_99", "far tail (p99.99 of |log-ratio|)", stop=2.0),
     Signal("tail_mass", "tail mass (beyond the baseline's p99.9)", count=True, stop=4.0),
+    # a mean that shrinks is no growth of the tail
+    Signal("tail_to_mean", "tail relative to the slice's mean |log-ratio|", beside="abs_log_ratio_p99_9"),
     Signal("chi2", "weight concentration (1/ESS - 1)", stop=4.0),
     Signal("kl_k3", "KL k3", stop=4.0),
     Signal("clip_fraction", "clip fraction", count=True, stop=4.0),
@@ -59,6 +66,7 @@ SIGNALS = (
     Signal("pareto_k", "Pareto k of the weights", linear=True, optional=True),
 )
 KEYS = tuple(signal.key for signal in SIGNALS)
+BESIDE = np.array([KEYS.index(signal.beside or signal.key) for signal in SIGNALS])
 
 
 class Reference:
@@ -79,6 +87,10 @@ class Reference:
         self.cell = np.minimum(self.cell, counts.shape[-1] - 1)
         self.edges: Floats = abs_cells(state).edges[self.cell[:, 0]]
         self.share = tail_counts(state, self) / np.maximum(n[:, 0], 1)
+        # logarithm of how many times its mean a token must be to lie beyond the shoulder; NaN without tokens
+        through = counts[:, 1:].cumsum(-1)
+        cell = (through < np.ceil(SHOULDER * through[:, -1:])).sum(-1)
+        self.shoulder: Floats = _log_middles(state.layout)[cell] - _log_mean(state)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -92,18 +104,57 @@ def tail_counts(state: State, reference: Reference) -> NDArray[np.int64]:
     return np.take_along_axis(beyond, reference.cell, 1)[:, 0]
 
 
+def tail_to_mean(state: State, reference: Reference) -> Floats:
+    """How far tokens lie beyond the shoulder of their slice, on average over those other than 0, nats, (S,).
+
+    mean of max(0, log(abs(x) / (c m))): m is the slice's own mean of abs(x), c m was the baseline's p98. What makes all
+    tokens of a slice larger at one step, and its tail with them, cancels; what makes a few of them larger remains. Each
+    token counts at the middle of its bin, so it is right to half a bin, 2^-(mantissa_bits + 1). NaN where all
+    tokens are 0, now or in the baseline.
+
+    Source:
+        The sum of logarithms of Hill (1975), A simple general approach to inference about the tail of a distribution,
+        divided by all tokens, not by those of the tail alone.
+    """
+    counts = abs_cells(state).counts[:, 1:]
+    start = _log_mean(state) + reference.shoulder
+    beyond = np.maximum(_log_middles(state.layout) - start[:, None], 0.0)
+    with np.errstate(all="ignore"):
+        result: Floats = (counts * beyond).sum(-1) / counts.sum(-1)
+    return result
+
+
+def _log_mean(state: State) -> Floats:
+    """Logarithm of the mean of abs(x) over tokens other than 0, (S,); NaN where there are none."""
+    n = state.n_finite() - state.count("n_zero")
+    with np.errstate(all="ignore"):
+        return np.log(np.where(n > 0, state.sum("abs_x") / n, np.nan))
+
+
+@functools.cache
+def _log_middles(layout: Layout) -> Floats:
+    """Logarithm of the middle of each bin of abs(x); the outermost, which reach to 0 and to infinity, at their edge."""
+    with np.errstate(divide="ignore"):
+        edges = np.log(layout.abs_edges)
+    edges[0], edges[-1] = edges[1], edges[-2]
+    middles: Floats = (edges[:-1] + edges[1:]) / 2.0
+    return middles
+
+
 def against(state: State, reference: Reference) -> dict[str, float]:
-    """Figures of a state against the baseline, under ``slice/figure``: tail_mass, tail_ratio, ks_to_baseline.
+    """Figures of a state against the baseline, under ``slice/figure``.
 
     ``tail_mass`` is the share beyond the baseline's p99.9 of abs(x), ``tail_ratio`` that over the baseline's own,
-    ``ks_to_baseline`` the largest distance of the CDFs. NaN where a slice has no finite tokens.
+    ``tail_to_mean`` what :func:`tail_to_mean` gives, ``ks_to_baseline`` the largest distance of the CDFs. NaN where a
+    slice has no finite tokens.
     """
     with np.errstate(all="ignore"):
         n = state.n_finite()
         mass = tail_counts(state, reference) / np.where(n > 0, n, np.nan)
         ratio = mass / reference.share
         distance = kolmogorov_smirnov(state, reference.state).estimate
-    figures = {"tail_mass": mass, "tail_ratio": ratio, "ks_to_baseline": distance}
+        relative = tail_to_mean(state, reference)
+    figures = {"tail_mass": mass, "tail_ratio": ratio, "tail_to_mean": relative, "ks_to_baseline": distance}
     return {
         f"{name}/{key}": float(column[index])
         for index, name in enumerate(state.names)
