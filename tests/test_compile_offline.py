@@ -33,6 +33,7 @@ def compile_all(target: str) -> None:
     if backend == "cuda":
         variants = [
             (flat, tile.MASKS, 4, ways.PATTERNS, "*bf16", "*i1", False),
+            (flat, tile.MASKS, 4, ways.PATTERNS, "*fp32", "*i1", True),
             (flat, tile.IDS, 8, ways.SINGLE, "*fp32", "*i64", True),
             (flat, tile.ALL, 1, ways.SINGLE, "*fp16", "*fp16", False),
             (strided, tile.MASKS, 3, ways.SLICES, "*fp64", "*fp32", True),
@@ -45,8 +46,9 @@ def compile_all(target: str) -> None:
         ]
     for kernel, mode, slices, way, float_type, mask_type, has_base in variants:
         constants: dict[str, Any] = {
-            "ROWS": 512 if slices > 2 else 256, "V": 8, "G": slices, "MODE": mode.value, "HAS_BASE": has_base,
-            "ALIGNED": kernel is flat, "WHOLE": kernel is flat and mode.value == tile.IDS.value,
+            "ROWS": 512 if way.value == ways.PATTERNS.value or slices == 8 else 256, "V": 8, "G": slices,
+            "MODE": mode.value, "HAS_BASE": has_base, "ALIGNED": kernel is flat,
+            "WHOLE": kernel is flat and mode.value == tile.IDS.value,
             **slice_hist.constants(Layout(), way.value),
         }  # fmt: skip
         types = {
@@ -58,22 +60,25 @@ def compile_all(target: str) -> None:
         signature = {name: "constexpr" if name in constants else types.get(name, "i64") for name in kernel.arg_names}
         aligned = [["tt.divisibility", 16]]
         attributes = {(i,): aligned for i, name in enumerate(kernel.arg_names) if signature[name].startswith("*")}
+        # The claim hides how much of it Triton uses: here it is no larger than what may be used before the merge,
+        # which comes when the rows have been read.
+        claims, together = histogram.CLAIMS, slice_hist.merge.BLOCK
+        if way.value == ways.PATTERNS.value and has_base:
+            histogram.CLAIMS = (launch.MANY_SPARE, launch.MANY_SPARE)
+            slice_hist.merge.BLOCK = triton.language.constexpr(8)
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
         compiled = triton.compile(source, target=gpu, options={"num_warps": constants["ROWS"] // 32})
         assert compiled.asm.get("cubin") or compiled.asm.get("hsaco")
         if backend == "cuda":
             # what Triton itself uses lies before the histogram rows, or beside them in the 48 KiB of a program
             bins = Layout().bins_per_sign
-            rows, beside = (
-                histogram.shared_bytes(slices, bins, way.value),
-                matrix.shared_bytes(constants["ROWS"], slices, way.value),
-            )
+            rows = histogram.shared_bytes(slices, bins, way.value)
+            beside = matrix.shared_bytes(constants["ROWS"], slices, way.value)
             claimed = histogram.claimed(slices, bins, way.value, beside)
             shared = compiled.metadata.shared
             fits = shared == claimed if claimed else rows + beside + shared <= histogram.STATIC_BYTES
-            if way.value == ways.SLICES.value and kernel is flat:  # the same with many rows must fit too
-                fits = fits and shared <= launch.MANY_SPARE
             assert fits, f"{kernel.__name__}: {rows} bytes of rows and {shared} of Triton's"
+            histogram.CLAIMS, slice_hist.merge.BLOCK = claims, together
         sys.stdout.write(f"{triton.__version__} {target} {kernel.__name__} {mode.value} {way.value}\n")
     types = {
         "words_ptr": "*i64", **dict.fromkeys(("own_ptr", "common_ptr", "total_ptr", "out_ptr"), "*fp64"),
