@@ -53,7 +53,7 @@ class Size:
 
 SIZES = {
     "cpu": Size(192, 3, 4, 2048, 2, 256, 4, 20, torch.float32),
-    "cuda": Size(768, 12, 12, 32000, 4, 1024, 4, 100, torch.bfloat16),
+    "cuda": Size(768, 12, 12, 32000, 4, 1024, 4, 60, torch.bfloat16),
 }
 QUICK = {
     "cpu": dataclasses.replace(SIZES["cpu"], micro_batches=2, rounds=6),
