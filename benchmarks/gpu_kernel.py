@@ -102,8 +102,18 @@ def log_ratio(n: int, kind: str, generator: torch.Generator) -> torch.Tensor:
     raise ValueError(f"kind must be gauss, zero, equal, laplace or t2, got {kind!r}")
 
 
+def uneven_runs(n: int, generator: torch.Generator) -> torch.Tensor:
+    """Bool [n]: runs of 50 to 500 tokens, every other one set."""
+    lengths = torch.randint(50, 501, (n // 200 + 1,), device=CUDA, generator=generator)
+    flags = torch.arange(lengths.numel(), device=CUDA) % 2 == 0
+    return flags.repeat_interleave(lengths)[:n].contiguous()
+
+
 def make(n: int, dtype: torch.dtype, how: str, kind: str = "gauss", seed: int = 0) -> Data:
-    """how: all, bits1, bits4, bool1, bool4, ids8:int8, ids8:int32, ids8:int64."""
+    """how: all, bits1, bits4, bool1, bool4, ids8:int8, ids8:int32, ids8:int64.
+
+    Masks are runs of 128 tokens; bits4:anywhere has runs of 50 to 500, bits4:each draws every token.
+    """
     generator = torch.Generator(CUDA).manual_seed(seed)
     old = torch.empty(n, device=CUDA).exponential_(1, generator=generator).neg_()
     if kind == "lattice":  # both on the bf16 lattice, half of them equal: what a bf16 trainer logs
@@ -120,16 +130,22 @@ def make(n: int, dtype: torch.dtype, how: str, kind: str = "gauss", seed: int = 
         mask = torch.rand(n // 128 + 1, device=CUDA, generator=generator) < share
         return mask.repeat_interleave(128)[:n].contiguous()
 
-    name, _, id_dtype = how.partition(":")
+    name, _, detail = how.partition(":")
     if name == "all":
         return Data(logp, old, tile.ALL.value, (), ["all"])
     slices = int(name[-1])
     names = [f"s{s}" for s in range(slices)]
     if name.startswith("ids"):
         ids = torch.randint(-1, slices, (n // 128 + 1,), device=CUDA, generator=generator, dtype=torch.int8)
-        ids = ids.to(getattr(torch, id_dtype)).repeat_interleave(128)[:n].contiguous()
+        ids = ids.to(getattr(torch, detail)).repeat_interleave(128)[:n].contiguous()
         return Data(logp, old, tile.IDS.value, (ids,), names)
-    masks = [runs(share) for share in (0.7, 0.5, 0.5, 0.3)[:slices]]
+    if detail == "each":
+        packed = torch.randint(0, 1 << slices, (n,), dtype=torch.uint8, device=CUDA, generator=generator)
+        return Data(logp, old, tile.BITS.value, (packed,), names)
+    if detail == "anywhere":
+        masks = [uneven_runs(n, generator) for _ in range(slices)]
+    else:
+        masks = [runs(share) for share in (0.7, 0.5, 0.5, 0.3)[:slices]]
     if name.startswith("bits"):
         packed = torch.zeros(n, dtype=torch.uint8, device=CUDA)
         for s, mask in enumerate(masks):
@@ -211,6 +227,8 @@ def rows_large(sweep: bool) -> list[dict[str, Any]]:
         ("f32, 1 slice, no mask", torch.float32, "all", "gauss"),
         ("f32, 1 slice, one byte", torch.float32, "bits1", "gauss"),
         ("f32, 4 overlapping slices, one byte", torch.float32, "bits4", "gauss"),
+        ("f32, 4 slices, runs of 50 to 500", torch.float32, "bits4:anywhere", "gauss"),
+        ("f32, 4 slices, every token drawn", torch.float32, "bits4:each", "gauss"),
         ("f32, 4 bool masks", torch.float32, "bool4", "gauss"),
         ("f32, 8 slice_ids int8", torch.float32, "ids8:int8", "gauss"),
         ("f32, 8 slice_ids int32", torch.float32, "ids8:int32", "gauss"),

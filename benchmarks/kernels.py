@@ -16,6 +16,7 @@ HEADLINE = (
     "bf16, 4 overlapping slices, one byte",
     "f32, 1 slice, Laplace(1)",
     "f32, 4 slices, Laplace(1)",
+    "f32, 4 slices, t2",
 )
 
 
