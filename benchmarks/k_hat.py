@@ -38,7 +38,7 @@ def main() -> None:
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     samples_of = importlib.import_module("tail_samples")
     array_stats = importlib.import_module("arviz_stats.base").array_stats
-    print("k-hat here and by arviz-stats")
+    print("k-hat here and by arviz-stats, which rounds the size of the tail down")
     for kind in samples_of.CONTINUOUS:
         row = []
         for n in samples_of.SIZES:

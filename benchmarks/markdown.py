@@ -64,7 +64,15 @@ def headline(document: Document) -> str:
 
 
 def everything(document: Document) -> str:
-    return "\n\n".join([provenance(document), *map(titled, tables.of_document(document))])
+    return "\n\n".join([provenance(document), *map(titled, tables.of_document(document)), *_left_out(document)])
+
+
+def _left_out(document: Document) -> list[str]:
+    """A line for every reason why cases did not run."""
+    names: dict[str, list[str]] = {}
+    for case in document["skipped"]:
+        names.setdefault(case["reason"], []).append(case["name"])
+    return [f"Not run, as {reason}: {', '.join(cases)}." for reason, cases in names.items()]
 
 
 def kernels_headline(document: Document) -> str:

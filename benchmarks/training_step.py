@@ -113,7 +113,7 @@ class Trainer:
         self.model = Policy(size).to(device, size.dtype)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=device == "cuda")
         self.batches = [self._batch(size, device) for _ in range(size.micro_batches)]
-        self.forward: Callable[[Tensor], Tensor] = self.model
+        self.forward: Callable[..., Any] = self.model
         if device == "cuda":
             self.forward = torch.cuda.make_graphed_callables(self.model, (self.batches[0].tokens,))
         for parameter in self.model.parameters():

@@ -1,10 +1,10 @@
-"""Counting tokens by slot, behind one function with five ways; launch.histogram_way() chooses.
+"""Counting tokens by slot, behind one function with five ways; launch.py chooses.
 
 On CUDA the counters are rows in shared memory, and ``red.shared.add 1`` becomes ``ATOMS.POPC.INC``, which adds the
 lanes of one address in one go: hot bins cost nothing. A predicated one would become a branch (5 instructions),
 so tokens in no row go to a junk word instead.
 
-SLICES    one row a slice, one atomic a token and slice: small inputs, which would not pay for many rows.
+SLICES    one row a slice, one atomic a token and slice: small inputs, and where there is no room for many rows.
 PATTERNS  one row for every set of slices (2^G - 1), one atomic a token; summed to slices at the end.
 SINGLE    one row a slice, one atomic a token: disjoint slices, or one slice.
 REGISTERS ``tl.histogram`` of every tile, added up in registers (portable: ROCm, interpreter).
@@ -25,7 +25,7 @@ SINGLE = tl.constexpr(2)
 REGISTERS = tl.constexpr(3)
 GLOBAL = tl.constexpr(4)
 
-HEADER = 32  # bytes before the first row; the last word of them takes the tokens that are in no row
+# 32 bytes come before the first row; the last word of them takes the tokens that are in no row
 STATIC_BYTES = 48 << 10  # that CUDA gives without asking
 TRITON_BYTES = 8 << 10  # of them, or of the smaller claim, for Triton's own exchanges
 CLAIMS = (64 << 10, 128 << 10)  # bytes, for rows that need more; a few are left of the larger one too

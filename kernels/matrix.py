@@ -12,7 +12,7 @@ import triton.language as tl
 from pyrlstats.kernels import histogram
 
 RECORD = 48  # bytes a thread hands round: six sums; its set of slices follows all of them
-WARP_BYTES = 32 * RECORD + 4 * 32
+WARP_BYTES = tl.constexpr(32 * RECORD + 4 * 32)
 ZERO = "0d0000000000000000"
 
 
@@ -25,7 +25,7 @@ def is_used(G, WAY):
 @triton.constexpr_function
 def shared_bytes(ROWS, G, WAY):
     """Shared memory of a program, beside that of the histogram."""
-    return ROWS // 32 * 1664 if is_used(G, WAY) else 0
+    return ROWS // 32 * WARP_BYTES.value if is_used(G, WAY) else 0
 
 
 @triton.constexpr_function
@@ -40,7 +40,7 @@ def _start_asm(SIZE):
             "shr.u32 m, lane, 5;",
             "and.b32 lane, lane, 31;",
             "mov.u32 base, pyrlstats_handed;",
-            f"mad.lo.s32 base, m, {WARP_BYTES}, base;",
+            f"mad.lo.s32 base, m, {WARP_BYTES.value}, base;",
             f"mad.lo.s32 pyrlstats_mine, lane, {RECORD}, base;",
             "mad.lo.s32 pyrlstats_set, lane, 4, base;",
             f"add.s32 pyrlstats_set, pyrlstats_set, {32 * RECORD};",
@@ -87,7 +87,7 @@ def _leave_asm(which):
             "mov.u32 lane, %tid.x;",
             "shr.u32 base, lane, 5;",
             "and.b32 lane, lane, 31;",
-            f"mul.lo.s32 base, base, {WARP_BYTES};",
+            f"mul.lo.s32 base, base, {WARP_BYTES.value};",
             "mad.lo.s32 base, lane, 16, base;",
             "mov.u32 lane, pyrlstats_handed;",
             "add.s32 base, base, lane;",
@@ -126,5 +126,5 @@ def totals(which: tl.constexpr, ROWS: tl.constexpr, G: tl.constexpr):
     )
     total = tl.zeros((S, 8), tl.float64)
     for warp in tl.static_range(ROWS // 32):
-        total += _load(base + warp * 1664 + 64 * tl.arange(0, S)[:, None] + 8 * tl.arange(0, 8)[None, :])
+        total += _load(base + warp * WARP_BYTES + 64 * tl.arange(0, S)[:, None] + 8 * tl.arange(0, 8)[None, :])
     return 0.5 * total

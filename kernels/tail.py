@@ -1,6 +1,6 @@
 """Clipped and far tokens, by the warp that holds them: CUDA only.
 
-Clipped tokens (x > ln 1.2) and far ones (0.5 <= |x| <= far.PLAIN_LIMIT) are rare in most data, but 32,768 tokens nearly
+Clipped tokens (x > ln 1.2) and far ones (0.5 <= |x| <= far.PLAIN_LIMIT) are rare in most data, but 65,536 tokens nearly
 always hold some. So a warp votes over its 32 V tokens, and only one that holds some looks closer, while they are in
 registers: 1 instruction in V tokens where there are none, 7 a token for the clips, 35 a token for the far sums.
 

@@ -173,7 +173,7 @@ Some = TypeVar("Some", bound="Statistics[Any]")
 
 
 class OnItsWay(Generic[Some]):
-    """Statistics that are being copied to the host."""
+    """Statistics that are being copied to the host: ``wait()`` gives them."""
 
     def __init__(self, kind: Callable[[State], Some], wait: Callable[[], State]) -> None:
         self._kind = kind
@@ -186,6 +186,9 @@ class OnItsWay(Generic[Some]):
             self._arrived = self._kind(self._pending())
             self._pending = None  # with it go the state on the device and the pinned memory
         return cast("Some", self._arrived)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({'on its way' if self._pending is not None else 'arrived'}: call wait())"
 
 
 class Statistics(Mapping[str, OneView], Generic[OneView]):
@@ -292,13 +295,17 @@ class Statistics(Mapping[str, OneView], Generic[OneView]):
     @overload
     def to_host(self, async_op: Literal[True]) -> OnItsWay[Self]: ...
 
+    @overload
+    def to_host(self, async_op: bool) -> Self | OnItsWay[Self]: ...
+
     def to_host(self, async_op: bool = False) -> Self | OnItsWay[Self]:
         """The same statistics in NumPy memory, where no figure of them syncs: one copy, one sync on a GPU.
 
         Args:
             async_op: start the copy and return a handle whose ``wait()`` gives them. It waits for what was queued on
                 the current stream before the copy, and not for what comes after: called a little later, when the next
-                step's work has been queued, it waits for nothing and the GPU never for the host.
+                step's work has been queued, it waits for nothing and the GPU never for the host. Of what does not lie
+                on a GPU the copy is made at once; CPU memory is shared, not copied.
         """
         wait = self.state.start_to_host() if async_op else None
         return type(self)(self.state.to_host()) if wait is None else OnItsWay(type(self), wait)

@@ -157,16 +157,18 @@ def _empty_tensor(slices: int, layout: Layout, groups: tuple[Group, ...], device
     """The buffer of a state of no tokens. On a GPU the copy of one that is kept: one operation, where it took two."""
     import torch
 
-    # of the same stream: nothing else says when it has been filled
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    key = (slices, layout, groups, device, stream)
-    kept = _empty_tensors.get(key)
-    if kept is not None:
-        return kept.clone()
+    key: tuple[Any, ...] | None = None
+    # a graph would go on reading what is thrown away later
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        # of the same stream: nothing else says when it has been filled
+        key = (slices, layout, groups, device, torch.cuda.current_stream(device).cuda_stream)
+        kept = _empty_tensors.get(key)
+        if kept is not None:
+            return kept.clone()
     words, maxima = _places(slices, layout, groups)
     buffer = torch.zeros(words, dtype=torch.int64, device=device)
     _forget_maxima(buffer, maxima)
-    if type(buffer) is torch.Tensor and buffer.is_cuda and not torch.cuda.is_current_stream_capturing():
+    if key is not None and device.index is not None and type(buffer) is torch.Tensor:
         if len(_empty_tensors) == 16:
             _empty_tensors.clear()
         _empty_tensors[key] = buffer.clone()

@@ -20,7 +20,9 @@ import pyrlstats
 from pyrlstats import Monitor, slice_stats
 from pyrlstats.monitor import Alert, RunReader, snapshots
 from pyrlstats.monitor.folder import RunWriter
+from pyrlstats.monitor.frozen import OtherSignals
 from pyrlstats.monitor.history import DEPTH
+from pyrlstats.monitor.watcher import Watcher
 
 NAMES = ("text", "pre_tool", "post_tool")
 SHARES = (0.5, 0.3, 0.2)
@@ -418,6 +420,22 @@ def test_a_damaged_snapshot_is_passed_over(grown, tmp_path):
     assert monitor.lost == {"snapshots": 1}
     assert monitor.alerts == grown[1].alerts
     monitor.close()
+
+
+def test_a_run_of_other_signals_is_watched_anew_and_tells_nothing(tmp_path, monkeypatch, caplog):
+    run(Monitor(tmp_path, baseline=BASELINE), range(STEPS), **GROWTH).close()
+    (tmp_path / "alerts.jsonl").unlink()  # as if what is found now had not been found then
+
+    def refuse(self, data):
+        raise OtherSignals("saved with other signals")
+
+    monkeypatch.setattr(Watcher, "restore", refuse)
+    told = []
+    with Monitor(tmp_path, baseline=BASELINE, on_alert=told.append) as monitor:
+        assert monitor.frozen
+        assert monitor.lost["snapshots"] >= 1
+        assert (told, monitor.alerts, monitor.should_stop) == ([], [], False)
+    assert len([message for message in caplog.messages if "watched anew" in message]) == 1
 
 
 def test_a_foreign_folder_is_left_alone(tmp_path, caplog):

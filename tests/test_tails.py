@@ -257,6 +257,12 @@ def test_a_capacity_that_is_too_small_is_said() -> None:
     assert shape_of(np.arange(40), capacity=5000).reasons() == {}
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sample_size_too_small_for_a_tail(kind: str) -> None:
+    for size in (1, 4, 20):
+        assert shape_of(np.arange(1000), kind, sample_size=size).reasons() == {"all": "too_few"}
+
+
 def test_one_sample_size_looks_at_one_share_of_the_tokens() -> None:
     """k-hat of t2 log-ratios grows with n, but hardly at a fixed share."""
     found, fixed = [], []

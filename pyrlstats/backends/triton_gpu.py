@@ -56,7 +56,8 @@ def accumulate(batch: Batch, state: State) -> None:
 
 def sequence_sums(batch: Batch, slices: int) -> Array:
     """As :func:`pyrlstats.groups.sequences.sums`, in one launch for four slices. Does not sync."""
-    return sequences.sums(batch.logp, batch.old_logp, *_members(batch), batch.base_mask, batch.boundaries, slices)
+    boundaries: Array = batch.boundaries
+    return sequences.sums(batch.logp, batch.old_logp, *_members(batch), batch.base_mask, boundaries, slices)
 
 
 def count_digits(batch: Batch, intervals: Intervals, absolute: bool) -> Array:

@@ -27,6 +27,10 @@ MOST_CONTEXT = 64  # scalars followed beside the slices
 GLOBAL_KL = "global KL"
 
 
+class OtherSignals(ValueError):
+    """What was saved is of a pyrlstats that watched other signals."""
+
+
 class Frozen:
     """Growth of the slices against a baseline.
 
@@ -133,7 +137,7 @@ class Frozen:
             drift.deviation = deviation
             drifts.append(drift)
         if drifts[0].deviation.shape != (len(reference.names) * len(SIGNALS),):
-            raise ValueError(f"saved with other signals than the {len(SIGNALS)} a slice that are watched now")
+            raise OtherSignals(f"saved with other signals than the {len(SIGNALS)} a slice that are watched now")
         frozen = cls(reference, drifts[0], drifts[1], tuple(saved["context"]), settings)
         frozen._steps.extend(arrays["steps"].tolist())
         frozen._values.extend(arrays["values"])

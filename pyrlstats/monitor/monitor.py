@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pyrlstats.monitor import snapshots
 from pyrlstats.monitor.alerts import Alert, Rules
 from pyrlstats.monitor.folder import RUN, RunReader, RunWriter
+from pyrlstats.monitor.frozen import OtherSignals
 from pyrlstats.monitor.settings import Settings
 from pyrlstats.monitor.tails import Tails, taken
 from pyrlstats.monitor.watcher import Watcher
@@ -272,7 +273,7 @@ class Monitor:
 
     def _restore(self, path: Path, before: int | None) -> list[Alert]:
         """Become what the monitor was after the last step (below ``before``); returns alerts that were never told."""
-        watcher, start, after = Watcher(self.settings, self._rules, self._lose), 0, None
+        watcher, start, after, other = Watcher(self.settings, self._rules, self._lose), 0, None, False
         for snapshot in snapshots.snapshots(path):
             if before is not None and snapshot.step >= before:
                 continue
@@ -281,6 +282,7 @@ class Monitor:
                 start, after = snapshot.offset, snapshot.step
                 break
             except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+                other = other or isinstance(error, OtherSignals)
                 self._lose("snapshots", error)
                 watcher = Watcher(self.settings, self._rules, self._lose)
         reader = RunReader(path, start)
@@ -291,6 +293,9 @@ class Monitor:
             if (after is None or record.step > after) and (before is None or record.step < before):
                 told = watcher.watch(record.step, record.stats, record.scalars, record.tails)
                 untold += [alert for alert in told if (alert.step, alert.key) not in known]
+        if other and after is None:
+            untold = []  # of signals that were not watched then: no news
+            _log.warning("%s: recorded with other signals: its steps are watched anew, and what they tell is not", path)
         if reader.damaged:
             self.lost["damaged lines"] += reader.damaged
             _log.warning("%s: %d damaged lines were passed over", path, reader.damaged)

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pyrlstats.monitor.alerts import Level, Link
 from pyrlstats.monitor.history import LONGEST
-from pyrlstats.monitor.rules_names import DERIVED, Aliases, is_statistic, nearest, statistic_hint
+from pyrlstats.monitor.rules_names import COMPARED, DERIVED, Aliases, is_statistic, nearest, statistic_hint
 
 try:
     from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
@@ -82,6 +82,8 @@ class Condition(_Strict):
             raise _At("measure", f"robust_z is of one signal: use ratio or difference with {second[0]}")
         if self.measure == "robust_z" and self.statistic in DERIVED:
             raise _At("measure", f"robust_z is of one signal, {self.statistic} is made from two: use difference")
+        if self.measure in _OF_BASELINE and self.statistic in COMPARED:
+            raise _At("measure", f"{self.statistic} compares with the baseline already: use its value")
         if self.measure in _OF_WINDOW and self.take != "last":
             raise _At("take", f"measure = {self.measure!r} already looks at the whole window: leave take out")
         return self

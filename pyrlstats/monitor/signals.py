@@ -134,10 +134,10 @@ def _log_mean(state: State) -> Floats:
 @functools.cache
 def _log_middles(layout: Layout) -> Floats:
     """Logarithm of the middle of each bin of abs(x); the outermost, which reach to 0 and to infinity, at their edge."""
-    with np.errstate(divide="ignore"):
+    with np.errstate(all="ignore"):
         edges = np.log(layout.abs_edges)
-    edges[0], edges[-1] = edges[1], edges[-2]
-    middles: Floats = (edges[:-1] + edges[1:]) / 2.0
+        edges[0], edges[-1] = edges[1], edges[-2]
+        middles: Floats = (edges[:-1] + edges[1:]) / 2.0
     return middles
 
 

@@ -53,7 +53,8 @@ def tail_sizes(n: Array, sample_size: int | None) -> Array:
     xp = namespace(n)
     count = as_floats(n)
     if sample_size is not None:
-        size = xp.ceil(count * tail_size(sample_size) / sample_size)
+        tail = tail_size(sample_size)
+        size = xp.ceil(count * (tail if tail >= _FEWEST else 0) / sample_size)
     else:
         size = xp.where(n <= 225, xp.ceil(count / 5.0), xp.ceil(3.0 * xp.sqrt(count)))
     return xp.clip(xp.minimum(xp.asarray(size, dtype=xp.int64), n - 1), 0, None)
