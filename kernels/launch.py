@@ -223,7 +223,8 @@ def _launch(
     if whole and n % tile_size:
         rest = n - n % tile_size
         _launch(rest, None, tensors, mode, has_base, state, scratch, portable, config)
-        views = [tensor.view(-1)[rest:] for tensor in tensors]
+        # all lie in memory in the order of their tokens, which need not be that of their dimensions
+        views = [tensor.as_strided((n - rest,), (1,), tensor.storage_offset() + rest) for tensor in tensors]
         _launch(n - rest, None, views, mode, has_base, state, scratch, portable, None)
         return
     dtypes = tuple([tensor.dtype for tensor in tensors])

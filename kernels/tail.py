@@ -27,7 +27,6 @@ def _ptx(value: float) -> str:
 NEAR_LIMIT, PLAIN_LIMIT = _ptx(layout.NEAR_LIMIT), _ptx(far.PLAIN_LIMIT.value)
 NEAR_BITS = layout.NEAR_BITS
 ROUNDER = _ptx(12582912.0)  # 1.5 2^23: added to a float32 below 2^22 it leaves the nearest integer in the low bits
-NEGLIGIBLE = _ptx(-700.0)  # its w is nothing beside that of -PLAIN_LIMIT, and no exponent wraps around
 LOG2E_HIGH = _ptx(layout.LOG2E)
 LOG2E_LOW = _ptx(layout.LOG2E - layout.float32_from_bits(layout.float32_bits(layout.LOG2E)))
 
@@ -82,7 +81,7 @@ def _clip_lines(x, m, row, low, high, junk, G, P, WAY):
 
 @triton.constexpr_function
 def _weight_lines(x):
-    """w = e^x in float64 for |x| <= far.PLAIN_LIMIT: 2^n 2^f, n being the low bits of the rounder."""
+    """w = e^x in float64 for |x| <= far.PLAIN_LIMIT, else anything: 2^n 2^f, n being the low bits of the rounder."""
     return [
         f"fma.rn.f32 r, {x}, {LOG2E_HIGH}, {ROUNDER};",
         f"sub.rn.f32 f, {ROUNDER}, r;",
@@ -104,9 +103,9 @@ def _weight_lines(x):
 def _token_lines(x, to):
     """Add one token to the sums, if p holds."""
     return [
-        # zeros and a negligible w otherwise: predicated, an addition would take three instructions
-        f"selp.f32 h, {x}, {NEGLIGIBLE}, p;",
-        *_weight_lines("h"),
+        # zeros otherwise: predicated, an addition would take three instructions
+        *_weight_lines(x),
+        f"selp.f64 w, w, {matrix.ZERO}, p;",
         f"selp.f32 f, {x}, 0f00000000, p;",
         "cvt.f64.f32 a, f;",
         f"add.rn.f64 {to}0, {to}0, a;",
@@ -150,7 +149,7 @@ def _add_asm(G, V, P, WAY):
     """
     x, m, row, largest, tail_bits, low, high, junk = ([f"${V * (1 + k) + j}" for j in range(V)] for k in range(8))
     out = [
-        ".reg .pred p, q; .reg .b32 t, u, n, count, set, wanted, largest; .reg .f32 r, f, g, h; .reg .f64 a, w;",
+        ".reg .pred p, q; .reg .b32 t, u, n, count, set, wanted, largest; .reg .f32 r, f, g; .reg .f64 a, w;",
         f".reg .b32 m<{V}>; .reg .f64 s<{SUMS}>;",
         f"mov.b32 largest, {largest[0]};",
         *(f"max.s32 largest, largest, {other};" for other in largest[1:]),  # one register, or tokens of several rows

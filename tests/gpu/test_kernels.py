@@ -196,6 +196,15 @@ def test_views(oracle, rng, view):
     check(oracle, fill(None, logp, old_logp.contiguous(), masks, mask=base), logp, old_logp, masks, mask=base)
 
 
+@pytest.mark.parametrize("look", [lambda a: a, lambda a: a.T], ids=["in order", "transposed"])
+def test_what_whole_tiles_leave(oracle, rng, monkeypatch, look):
+    """A launch of their own, of tokens in the order of memory."""
+    monkeypatch.setattr(triton_gpu.launch, "WHOLE", 2048)
+    logp, old_logp = (look(tensor) for tensor in tokens(rng, (97, 53)))
+    masks = {name: look(torch.from_numpy(rng.random((97, 53)) < 0.5)) for name in "abc"}
+    check(oracle, fill(None, logp, old_logp, masks), logp, old_logp, masks)
+
+
 def test_broadcast_masks(oracle, rng):
     logp, old_logp = tokens(rng, (12, 90))
     shapes = {"full": (12, 90), "[B, 1]": (12, 1), "[T]": (90,), "0-d": ()}
@@ -288,6 +297,8 @@ FAR = {
     "where k3 is least known": [0.5198603],
     "limits": around(0.5, 320.0),
     "huge": [330.0, -400.0, 5000.0],
+    "weights that vanish": [-690.0, -1000.0, np.nan, 0.0],
+    "nothing but weights that vanish": [-1000.0, np.nan],
     "of all kinds": [0.0, 0.01, 0.3, -1.0, 20.0, 321.0, -1e30, np.inf, -np.inf, np.nan],
 }
 
