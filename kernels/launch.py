@@ -15,6 +15,7 @@ import torch
 import triton
 from pyrlstats.kernels import far, histogram, slice_hist, tile
 from pyrlstats.kernels.start import Prepared, interpreted
+from pyrlstats.kernels.strides import MAX_COLUMNS, merged
 
 from pyrlstats.layout import NEAR_LIMIT, Layout, clip_thresholds, float32_bits
 
@@ -32,7 +33,6 @@ MAX_PER_SM = 2  # programs
 TICKETS = 4096  # launches that can be captured before a capture needs a memset
 WHOLE = 1 << 21  # tokens from which a last, partial tile is a launch of its own
 MANY_SPARE = 4 << 10  # bytes of the larger claim that are left to Triton's exchanges
-MAX_COLUMNS = 1 << 30  # 32-bit arithmetic inside a tile
 
 
 @dataclass
@@ -165,15 +165,7 @@ def _collapsed(tensors: list[Tensor]) -> Iterator[tuple[int, Any, list[Tensor]]]
     """
     outermost_first = tensors[0].stride()
     order = sorted(range(tensors[0].dim()), key=lambda d: -outermost_first[d])
-    dims: list[tuple[int, list[int]]] = []  # size, stride in every tensor
-    for d in order:
-        size, strides = tensors[0].shape[d], [tensor.stride(d) for tensor in tensors]
-        if size == 1:
-            continue
-        if dims and all(outer == inner * size for outer, inner in zip(dims[-1][1], strides, strict=True)):
-            dims[-1] = (dims[-1][0] * size, strides)
-        else:
-            dims.append((size, strides))
+    dims = merged(tensors, order)
     if not dims or (len(dims) == 1 and all(stride == 1 for stride in dims[0][1])):
         yield tensors[0].numel(), None, tensors
         return

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from pyrlstats.kernels import tile
 from pyrlstats.kernels.start import Prepared, interpreted
+from pyrlstats.kernels.strides import MAX_COLUMNS, merged
 
 Tensor = torch.Tensor
 THREADS = 128  # of a program
@@ -22,7 +23,6 @@ TOKENS = 4  # of a lane at once, so that enough loads are under way
 MAX_GROUP = 4  # slices a launch
 PROGRAMS_A_MULTIPROCESSOR = 24  # of which 5 or 6 run at once: the last round is a small share
 LEAST_STEPS = 2  # of a part of a sequence of the mean length: shorter ones cost more than they spread
-MAX_COLUMNS = 1 << 30  # 32-bit arithmetic inside a tile
 
 
 @triton.jit
@@ -255,15 +255,7 @@ def sums(
 
 def _grid(tensors: list[Tensor]) -> tuple[int, list[tuple[int, int]]] | None:
     """(columns, (row, column) strides of every tensor) of the tokens in their order; None where two are too few."""
-    dims: list[tuple[int, list[int]]] = []  # size, stride in every tensor
-    for d, size in enumerate(tensors[0].shape):
-        strides = [tensor.stride(d) for tensor in tensors]
-        if size == 1:
-            continue
-        if dims and all(outer == inner * size for outer, inner in zip(dims[-1][1], strides, strict=True)):
-            dims[-1] = (dims[-1][0] * size, strides)
-        else:
-            dims.append((size, strides))
+    dims = merged(tensors, range(tensors[0].dim()))
     if len(dims) == 1:
         size, strides = dims[0]
         columns = min(size, MAX_COLUMNS)

@@ -85,7 +85,7 @@ def test_k_hat_is_that_of_arviz(kind: str, n: int) -> None:
 @pytest.mark.parametrize("kind", samples.CONTINUOUS)
 def test_k_hat_is_that_of_arviz_stats(kind: str, n: int) -> None:
     """It rounds the size of the tail down, which is seen in the second digit where there are 1000 tokens."""
-    arviz = pytest.importorskip("arviz_stats.base", reason="arviz-stats needs Python 3.11")
+    arviz = pytest.importorskip("arviz_stats.base", reason="arviz-stats is not installed: it needs Python 3.11")
     x = samples.sample(kind, n)
     wanted = float(arviz.array_stats.psislw(-x.astype(np.float64))[1])
     down = math.floor(min(n / 5, 3 * math.sqrt(n)))
