@@ -267,6 +267,7 @@ void finish_set(const Plan& plan, Workspace& work, Set& set) {
     store(set.max_x, most);
     set.waiting = 0;
   }
+  finish_calm(set);
   if (work.bins.narrow()) {
     finish_parted<true>(work, set);
   } else {

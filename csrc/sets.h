@@ -22,6 +22,9 @@ constexpr uint32_t kMaxLoad =
 struct alignas(64) Set {
   double near_x[kHalf], near_x2[kHalf], near_k3[kHalf], near_excess[kHalf], abs_x[kHalf];
   double far_x[kHalf], far_x2[kHalf], far_abs[kHalf], far_k3[kHalf], far_w[kHalf], far_w2[kHalf];
+  double calm_x2[kHalf];  // of tokens below kCalmLimit, and up to CalmSums::kSettle groups' sums of
+  float calm[6][kLanes];  // x^3, .., x^7 and |x| (run.h)
+  int calm_groups;
   float min_x[kLanes], max_x[kLanes];  // of all chunks since `seen`: an extremum may be told twice
   uint16_t watch;    // groups with an upper half of |x| from here on need a closer look
   int not_calm;      // how many of them in this chunk were only not calm
@@ -76,7 +79,8 @@ struct Workspace {
   uint16_t* trash;
   // upper halves of the least |x| that is far, clipped or beyond the bins; that, or not calm
   uint16_t restless, not_calm;
-  uint16_t low;     // greatest upper half of |x| that may be a zero's, tiny or below the bins
+  uint16_t
+      low;  // greatest upper half of |x| that may be a zero's, tiny, below the bins or kCalmLeast
   uint16_t beyond;  // upper half of the least |x| that is above the bins or not finite
   Stage stage;
 };
@@ -124,8 +128,8 @@ inline Workspace& open(const Plan& plan, void* memory) {
   work.restless = restless_from(plan);
   const uint16_t calm = upper_half(kCalmLimit);
   work.not_calm = work.restless < calm ? work.restless : calm;
-  const int first = (127 + plan.min_exp) << 7, tiny = kTiny >> 16;
-  work.low = (uint16_t)((first > tiny ? first : tiny) - 1);
+  const int first = (127 + plan.min_exp) << 7, least = upper_half(kCalmLeast);
+  work.low = (uint16_t)((first > least ? first : least) - 1);
   const int last = (127 + plan.max_exp) << 7, not_finite = layout::kInfBits >> 16;
   work.beyond = (uint16_t)(last < not_finite ? last : not_finite);
   if (!work.pending.histogram) work.pending.histogram = work.trash;
@@ -234,8 +238,10 @@ void touch(Workspace& work, int index) {
   const D none = splat(0.0);
   double* const sums[] = {set.near_x, set.near_x2, set.near_k3, set.near_excess,
                           set.abs_x,  set.far_x,   set.far_x2,  set.far_abs,
-                          set.far_k3, set.far_w,   set.far_w2};
+                          set.far_k3, set.far_w,   set.far_w2,  set.calm_x2};
   for (double* sum : sums) store(sum, none);
+  for (int i = 0; i < 6; ++i) store(set.calm[i], splat(i >= 2 && i < 5 ? kCalmStart : 0.0f));
+  set.calm_groups = 0;
   if (!set.seen) {
     store(set.min_x, splat(__builtin_inff()));
     store(set.max_x, splat(-__builtin_inff()));
