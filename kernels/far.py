@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from pyrlstats.kernels.histogram import power_of_two_from
 
 from pyrlstats import layout
 
@@ -126,7 +127,7 @@ def _add_huge(row_ptr, x, members, far, G: tl.constexpr):
             sums = _sums(wide, tl.where(member, _scaled_weight(wide, exponent), 0.0), member)
             w = _pick(sums, column, W)
             w2 = _pick(sums, column, W2)
-            _add_scaled(row_ptr + s * ROW, exponent, w, w2)
+            _add_scaled(row_ptr + s * ROW, exponent, w, w2, True)
             sums = tl.where((column == W) | (column == W2), 0.0, sums)
             sums = tl.where(column == PLAIN_W3, w * power_of_two(exponent), sums)
             tiles_ptr = row_ptr + s * ROW + TILES + column
@@ -134,18 +135,49 @@ def _add_huge(row_ptr, x, members, far, G: tl.constexpr):
 
 
 @triton.jit
-def _add_scaled(row_ptr, exponent, w, w2):
-    """Both sides to the larger power of two: an exact multiplication."""
+def add_few(row_ptr, x, members, far, count, ROWS: tl.constexpr, V: tl.constexpr, G: tl.constexpr):
+    """As add_tile, for ``count`` huge tokens, one at a time: a tile that holds one costs a fifth of its other tokens.
+
+    Sums over a tile are ten exchanges between all threads for each slice; these are three for each token.
+    """
+    slices = tl.arange(0, power_of_two_from(G))
+    rows = row_ptr + slices * ROW
+    place = tl.arange(0, ROWS)[:, None] * V + tl.arange(0, V)[None, :]
+    left = tl.where(far, place, -1)
+    for _ in range(count):
+        last = tl.max(tl.max(left, axis=1), axis=0)
+        this = left == last
+        left = tl.where(this, -1, left)
+        value = tl.sum(tl.sum(tl.where(this, x, 0.0), axis=1), axis=0).to(tl.float64)
+        its = tl.sum(tl.sum(tl.where(this, members, 0), axis=1), axis=0)
+        member = (slices < G) & (((its >> slices) & 1) != 0)
+        exponent = scale_exponent(value)
+        w = _scaled_weight(value, exponent)
+        _add_scaled(rows, exponent, w, w * w, member)
+        tiles = rows + TILES
+        tl.store(tiles + X, tl.load(tiles + X, mask=member) + value, mask=member)
+        tl.store(tiles + SIZE, tl.load(tiles + SIZE, mask=member) + tl.abs(value), mask=member)
+        tl.store(tiles + X2, tl.load(tiles + X2, mask=member) + value * value, mask=member)
+        plain = w * power_of_two(exponent)
+        tl.store(tiles + PLAIN_W3, tl.load(tiles + PLAIN_W3, mask=member) + plain, mask=member)
+        tl.store(tiles + N, tl.load(tiles + N, mask=member) + 1.0, mask=member)
+        tl.debug_barrier()
+
+
+@triton.jit
+def _add_scaled(rows, exponent, w, w2, member):
+    """Both sides to the larger power of two, an exact multiplication, in the rows of ``member``."""
     tl.debug_barrier()
-    before = tl.load(row_ptr + SCALE)
-    old_w = tl.load(row_ptr + SCALED_W)
-    old_w2 = tl.load(row_ptr + SCALED_W2)
+    before = tl.load(rows + SCALE, mask=member, other=0.0)
+    old_w = tl.load(rows + SCALED_W, mask=member, other=0.0)
+    old_w2 = tl.load(rows + SCALED_W2, mask=member, other=0.0)
     tl.debug_barrier()
     scale = tl.where(old_w > 0.0, tl.maximum(before, exponent), exponent)
     down = tl.where(old_w > 0.0, before - scale, 0.0)
-    tl.store(row_ptr + SCALE, scale)
-    tl.store(row_ptr + SCALED_W, old_w * power_of_two(down) + w * power_of_two(exponent - scale))
-    tl.store(row_ptr + SCALED_W2, old_w2 * power_of_two(2.0 * down) + w2 * power_of_two(2.0 * (exponent - scale)))
+    up = exponent - scale
+    tl.store(rows + SCALE, scale, mask=member)
+    tl.store(rows + SCALED_W, old_w * power_of_two(down) + w * power_of_two(up), mask=member)
+    tl.store(rows + SCALED_W2, old_w2 * power_of_two(2.0 * down) + w2 * power_of_two(2.0 * up), mask=member)
     tl.debug_barrier()
 
 

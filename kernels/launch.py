@@ -150,7 +150,7 @@ def slice_hist_(
     tensors = [logp, old_logp, *members] if base is None else [logp, old_logp, *members, base]
     scratch = _scratch_for(device)
     portable = portable or INTERPRETED or torch.version.cuda is None
-    if all(tensor.is_contiguous() for tensor in tensors):
+    if False not in [tensor.is_contiguous() for tensor in tensors]:
         _launch(logp.numel(), None, tensors, mode, base is not None, state, scratch, portable, config)
         return
     for n, grid, views in _collapsed(tensors):
@@ -204,7 +204,7 @@ def _launch(
     low, high, tail_bits = _thresholds(state.clip)
     if config is None:
         # Triton's own shared memory, 8 KiB with strides or 64-bit elements, would reach into the rows
-        crowded = mode != _IDS and (grid is not None or any(tensor.element_size() > 4 for tensor in tensors))
+        crowded = mode != _IDS and (grid is not None or max([tensor.element_size() for tensor in tensors]) > 4)
         config = slice_hist.config(
             n, slices, logp.element_size() <= 2, not crowded and _has_many_rows(logp.device), portable
         )

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from pyrlstats.kernels import far, histogram, tile
 
+FEW = tl.constexpr(8)  # huge tokens of a tile that are added one at a time
+
 
 @triton.constexpr_function
 def _declare_parking_asm(COUNT):
@@ -104,11 +106,15 @@ def add_tile(counters, x, members, row, largest, histogram_ptr, counts_ptr, row_
         is_far = magnitude >= tile.NEAR_BITS
     is_far = is_far & (magnitude < tile.INF_BITS)
     # a tile whose tokens are not finite may have none
-    if tl.max(tl.max(is_far.to(tl.int32), axis=1), axis=0) != 0:
+    count = tl.sum(tl.sum(is_far.to(tl.int32), axis=1), axis=0)
+    if count != 0:
         x = tl.where(is_far, x, 0.0)
         members = tl.where(is_far, members, 0)
         counters = histogram.add(
             counters, tl.where(is_far, 2 * P + 2 + tile.FAR, tile.NOWHERE), members, tl.where(is_far, row, 0),
             histogram_ptr, counts_ptr, G, P, WAY, SLOTS)  # fmt: skip
-        far.add_tile(row_ptr, x, members, is_far, G, histogram.in_shared(WAY))
+        if histogram.in_shared(WAY) and count <= FEW:
+            far.add_few(row_ptr, x, members, is_far, count, x.shape[0], x.shape[1], G)
+        else:
+            far.add_tile(row_ptr, x, members, is_far, G, histogram.in_shared(WAY))
     return counters

@@ -98,13 +98,7 @@ def _forced(name: str, kind: str | None) -> ModuleType:
 def accumulate(batch: Batch, state: State, num_threads: int | None = None) -> None:
     """Add a batch to a state on the same device, in place; ``num_threads`` is for CPU backends with threads."""
     name, backend = choose(device_of(batch.logp))
-
-    def engine(batch: Batch, core: State) -> None:
-        if name == "cpp":
-            backend.accumulate(batch, core, num_threads)
-        else:
-            backend.accumulate(batch, core)
-
+    engine = functools.partial(backend.accumulate, num_threads=num_threads) if name == "cpp" else backend.accumulate
     if not state.groups:
         engine(batch, state)
         return

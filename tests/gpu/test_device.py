@@ -135,6 +135,23 @@ def test_two_streams_at_once():
         assert all(np.array_equal(buffer(state), want) for state, want in zip(states, wanted, strict=True))
 
 
+def test_results_share_nothing_though_made_by_the_dozen():
+    """Their buffers come from few allocations: on every stream, kept or dropped, each holds its own call alone."""
+    side = torch.cuda.Stream()
+    calls = [batch(5_000 + 100 * i, i) for i in range(21)]
+    torch.cuda.synchronize()
+    kept = []
+    for i, (logp, old_logp, masks) in enumerate(calls):
+        with torch.cuda.stream(side if i % 3 == 0 else torch.cuda.current_stream()):
+            pyrlstats.slice_stats(logp, old_logp, masks, names=NAMES)  # dropped at once
+            kept.append(pyrlstats.slice_stats(logp, old_logp, masks, names=NAMES))
+            assert kept[-1].state.buffer.data_ptr() % 128 == 0
+    torch.cuda.synchronize()
+    assert len({stats.state.buffer.data_ptr() for stats in kept}) == len(calls)
+    for stats, (logp, old_logp, masks) in zip(kept, calls, strict=True):
+        assert (buffer(stats.state) == buffer(add(empty(), logp, old_logp, masks))).all()
+
+
 @pytest.mark.parametrize("scale", [0.01, 1.0, 500.0])
 @pytest.mark.parametrize("n", [1000, 65_536, 6_000_000])
 def test_same_bits_from_run_to_run(n, scale):

@@ -322,6 +322,27 @@ def test_far_tokens(oracle, rng, size, how, values):
     check(oracle, fill(None, x, zero, masks, **options), x, zero, masks, **options)
 
 
+@pytest.mark.parametrize("how", ["one slice", "masks", "ids"])
+@pytest.mark.parametrize("count", [1, 2, 8, 9])
+def test_few_huge_tokens(oracle, rng, size, how, count):
+    """Up to second_look.FEW of a tile are added one at a time, in whatever order their scales come."""
+    skip_one_launch(size, 1 if how == "one slice" else 4)
+    n = 4_400
+    x = (rng.standard_normal(n) * 0.01).astype(np.float32)
+    for place in (0, 512, 2_300):
+        where = place + rng.choice(512, count, replace=False)
+        x[where] = rng.choice([321.0, -350.0, 700.5, -2e4, 3e38, 1e3, -1e30], count)
+    x, zero = torch.from_numpy(x), torch.zeros(n)
+    masks: Any = {"all": torch.ones(n)}
+    options: Any = {}
+    if how == "masks":
+        masks = {f"s{s}": torch.from_numpy(rng.random(n) < 0.5) for s in range(4)}
+    elif how == "ids":
+        ids = torch.from_numpy(rng.integers(-1, 8, n).astype(np.int8))
+        masks, options = None, {"slice_ids": ids, "names": [f"s{s}" for s in range(8)]}
+    check(oracle, fill(None, x, zero, masks, **options), x, zero, masks, **options)
+
+
 @pytest.mark.parametrize("share", [1e-3, 0.03])
 def test_few_far_tokens(oracle, rng, size, share):
     """A warp looks closer for one token, and its extremum may be in any row of the tile."""
