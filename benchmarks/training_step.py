@@ -146,6 +146,7 @@ class Trainer:
             clipped = ratio.clamp(0.8, 1.2)
             loss = -torch.minimum(ratio * batch.advantages, clipped * batch.advantages).mean() / len(self.batches)
             loss.backward()
+            watch.after_backward()
             total = total + loss.detach()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
@@ -158,6 +159,9 @@ class Watch:
     """Nothing is computed."""
 
     def micro_batch(self, logp: Tensor, batch: MicroBatch) -> None:
+        pass
+
+    def after_backward(self) -> None:
         pass
 
     def end_of_step(self) -> None:
@@ -194,6 +198,26 @@ class OursLate(Ours):
     def end_of_step(self) -> None:
         self.copied = self.accumulator.compute().to_host(async_op=True)
         self.accumulator.reset()
+
+
+class OursAside(OursLate):
+    """The same on a stream of its own: the next kernel of the training does not wait for ours."""
+
+    def __init__(self, names: list[str], device: str) -> None:
+        super().__init__(names, device)
+        self.stream = torch.cuda.Stream()
+
+    def micro_batch(self, logp: Tensor, batch: MicroBatch) -> None:
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            super().micro_batch(logp, batch)
+
+    def after_backward(self) -> None:
+        torch.cuda.current_stream().wait_stream(self.stream)  # long done; from here on logp's memory may be used anew
+
+    def end_of_step(self) -> None:
+        with torch.cuda.stream(self.stream):
+            super().end_of_step()
 
 
 class PlainTorch(Watch):
@@ -235,6 +259,7 @@ def watches(device: str, names: list[str]) -> dict[str, Watch]:
     }
     if device == "cuda":
         found["pyrlstats, read during the next step"] = OursLate(names, device)
+        found["pyrlstats, the same on a stream of its own"] = OursAside(names, device)
     found["torch, quantiles at the end of the step"] = PlainTorch(names)
     found["torch, .item() every micro-batch"] = Items()
     return found
