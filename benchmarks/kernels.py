@@ -47,5 +47,11 @@ def accuracy(document: dict[str, Any]) -> str:
         other = max(other, *(value for name, value in row.items() if name != "case"))
     return (
         f"Over 1e9 tokens the sums of x and x² are within {exact:.1e} of float64 ones, all others within {other:.1e}, "
-        "relative to the sums of magnitudes."
+        f"relative to the sums of magnitudes{_earlier(document, 'accuracy')}."
     )
+
+
+def _earlier(document: dict[str, Any], part: str) -> str:
+    """Of which commit a part is, where that is another."""
+    earlier = document.get("earlier", {})
+    return f" (at commit {earlier['commit']})" if part in earlier.get("parts", ()) else ""
