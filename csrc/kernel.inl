@@ -167,6 +167,7 @@ bool stage_members(const Plan& plan, Workspace& work, int64_t begin, int64_t cou
   }
   uint64_t some = 0;
   if (plan.ids) {
+    work.next_ids.find(*plan.ids, begin, count);
     stage_ids(*plan.ids, slices, begin, count, work.stage);
     for (int64_t g = 0; g < groups; ++g) {
       const int32_t* ids = work.stage.ids + g * kGroup;
@@ -210,11 +211,15 @@ void walk(const Plan& plan, Workspace& work, const Source& source, int groups, M
     int end = g + 1;
     if (key != kMixed) {
       while (end < groups && work.keys[end] == key) ++end;
+    }
+    if (plan.ids) work.next_ids.fetch(g, end);
+    if (key != kMixed) {
       g = key == kNone ? end : g + run_key(plan, work, source, g, end - g, key);
       if (g == end) continue;
     }
     // not of one set, or with an odd token
     alignas(64) float x[2 * kGroup];
+    source.fetch(g);  // 11 % where masks are drawn for every token
     source.ordered(g).store_to(x);
     if (plan.ids) {
       mixed_ids(plan, work, x, work.stage.ids + g * kGroup, work.base[g], moments);

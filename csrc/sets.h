@@ -82,6 +82,7 @@ struct Workspace {
   uint16_t
       low;  // greatest upper half of |x| that may be a zero's, tiny, below the bins or kCalmLeast
   uint16_t beyond;  // upper half of the least |x| that is above the bins or not finite
+  NextIds next_ids;
   Stage stage;
 };
 

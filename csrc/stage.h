@@ -175,25 +175,39 @@ inline const uint8_t* mask_bytes(const Operand& mask, int64_t begin, int64_t cou
 }
 
 // Slice ids as int32: -1 for no slice, `slices` for beyond the last. A minimum and a maximum, which
-// any instruction set has in vectors; the next block is on its way to the second-level cache.
+// any instruction set has in vectors.
 template <typename T>
 void clamp_ids(const char* p, int64_t slices, int64_t count, int32_t* to) {
   constexpr bool kSigned = T(-1) < T(0);
   constexpr uint64_t kMost = ~0ull >> (64 - 8 * sizeof(T) + kSigned);
   const T least = kSigned ? T(-1) : T(0);
   const T most = (uint64_t)slices < kMost ? T(slices) : T(kMost);
-  for (int64_t i = 0; i < count;) {
-    for (size_t line = 0; line < sizeof(T); ++line) {
-      __builtin_prefetch(p + (i + kBlock) * sizeof(T) + 64 * line, 0, 2);
-    }
-    for (const int64_t end = i + 64 < count ? i + 64 : count; i < end; ++i) {
-      T v;
-      __builtin_memcpy(&v, p + i * sizeof(T), sizeof(T));
-      v = v > least ? v : least;
-      to[i] = (int32_t)(v < most ? v : most);
-    }
+  for (int64_t i = 0; i < count; ++i) {
+    T v;
+    __builtin_memcpy(&v, p + i * sizeof(T), sizeof(T));
+    v = v > least ? v : least;
+    to[i] = (int32_t)(v < most ? v : most);
   }
 }
+
+// Where the next block's ids lie in place: fetched while the tokens of this one are worked on, when
+// the memory is idle. Fetched while this block's ids are staged they are waited for: 1.25 times.
+struct NextIds {
+  const char* first;
+  int64_t group_bytes;  // 0 where they do not
+
+  void find(const Operand& ids, int64_t begin, int64_t count) {
+    const char* const block = in_place(ids, begin, count);
+    group_bytes = block ? 64 * kItemSize[ids.dtype] : 0;
+    first = block + kBlock / 64 * group_bytes;
+  }
+  __attribute__((always_inline)) void fetch(int from_group, int to_group) const {
+    const char* const end = first + to_group * group_bytes;
+    for (const char* line = first + from_group * group_bytes; line < end; line += 64) {
+      __builtin_prefetch(line, 0, 2);
+    }
+  }
+};
 
 inline void stage_ids(const Operand& ids, int64_t slices, int64_t begin, int64_t count,
                       Stage& stage) {
@@ -268,8 +282,9 @@ struct Direct {
     }
     return out;
   }
-  // For groups that are loaded in bursts: what follows on its way to the second-level cache
-  void fetch(int g) const {
+  // What follows on its way to the second-level cache. (GCC leaves out the calls of a function that
+  // does nothing else: it must be inlined.)
+  __attribute__((always_inline)) void fetch(int g) const {
     constexpr int kFurther = 8192;  // bytes
     for (size_t i = 0; i < sizeof(T); ++i) {
       __builtin_prefetch((const char*)(a + kGroup * g) + kFurther + 64 * i, 0, 2);
