@@ -382,18 +382,28 @@ __attribute__((noinline)) int add_groups(Workspace& work, const Source& source, 
 #pragma GCC unroll 16
     for (int i = 0; i < kPairs; ++i) {
       top[i] = top_halves(group.x[2 * i], group.x[2 * i + 1]);
-      const H a = top[i] & abs_bits;
+      H a = top[i] & abs_bits, index = shift_right(top[i], shift);
       largest = max(largest, a);
+      if (Source::kUpperHalfTells) {  // zeros are the rule: told apart at once, 5 to 10 %
+        const Z zeros = is_zero(a);
+        index = select(zeros, zero_counters, index);
+        a = select(zeros, abs_bits, a);
+      }
       smallest = min(smallest, a);
-      if (kNarrow) store(indices.next + 2 * kLanes * i, shift_right(top[i], shift));
+      if (kNarrow) store(indices.next + 2 * kLanes * i, index);
     }
     if (any_at_least(largest, bound)) break;
     bound = watch;
-    if (any_at_least(low, smallest)) {
-      if (!any_at_least(largest, low)) {
-        if (any_at_least(largest, splat(uint16_t(1)))) break;
-        if (!Source::kUpperHalfTells && any_subnormal(group)) break;
+    if (Source::kUpperHalfTells) {
+      if (any_at_least(low, smallest)) break;
+      if (!any_at_least(largest, splat(uint16_t(1)))) {
         zero_tokens += kGroup;  // they add to nothing else
+        continue;
+      }
+    } else if (any_at_least(low, smallest)) {
+      if (!any_at_least(largest, low)) {
+        if (any_at_least(largest, splat(uint16_t(1))) || any_subnormal(group)) break;
+        zero_tokens += kGroup;
         continue;
       }
       H nonzero = abs_bits;
@@ -407,8 +417,7 @@ __attribute__((noinline)) int add_groups(Workspace& work, const Source& source, 
                 select(zeros, zero_counters, shift_right(top[i], shift)));
         }
       }
-      if (any_at_least(low, nonzero)) break;
-      if (!Source::kUpperHalfTells && any_subnormal(group)) break;
+      if (any_at_least(low, nonzero) || any_subnormal(group)) break;
     }
 #pragma GCC unroll 16
     for (int i = 0; i < kGroup / kLanes; i += 2) {
