@@ -10,6 +10,7 @@ namespace {
 constexpr int kHalf = kLanes / 2;  // float64 lanes of a vector
 constexpr int kBuffer = 512;       // tokens collected before they are worked on together
 constexpr int kPrepared = 16;      // groups parted into near and far tokens at a time
+constexpr int kCalmRun = 3;        // groups in a row that mixed.h takes along: leaving costs more
 constexpr int kJointSets =
     16;  // sets of more than one slice in a chunk; beyond, slice by slice (L2 footprint)
 // Tokens take turns on so many counters of a bin: one counter hit again and again costs 7.2 cycles
@@ -25,6 +26,10 @@ struct alignas(64) Set {
   double calm_x2[kHalf];  // of tokens below kCalmLimit, and up to CalmSums::kSettle groups' sums of
   float calm[6][kLanes];  // x^3, .., x^7 and |x| (run.h)
   int calm_groups;
+  // of a few groups that mixed.h took: near k3, near excess, far k3, far w, far w^2, |x|
+  float mixed[6][kLanes];
+  int mixed_groups;
+  int calm_run;  // groups in a row that could have gone the common way, while mixed.h takes them
   float min_x[kLanes], max_x[kLanes];  // of all chunks since `seen`: an extremum may be told twice
   uint16_t watch;    // groups with an upper half of |x| from here on need a closer look
   int not_calm;      // how many of them in this chunk were only not calm
@@ -52,10 +57,19 @@ struct Pending {
   uint16_t* histogram;
 };
 
+// Constants of mixed.h, side by side in memory.
+struct MixedConstants {
+  float magic = 0x1.8p23f, log2e = 1.44269504f, ln2_high = -0.693359375f, ln2_low = 2.12194440e-4f;
+  float p[6] = {0.5f, 0.16666667f, 0.041666511f, 0.0083333412f, 0.0013930682f, 0.00019871097f};
+  float one = 1, two = 2, near_limit = kNearLimit, clip_low, clip_high;
+};
+
 struct Workspace {
   // At the start of a page, where the counters of |x| around 2^-15 and 3 lie: an index that is
   // loaded just after a count 4096 bytes away is stored has to wait for it.
   Pending pending;
+  alignas(64) float mixed_x[64];
+  MixedConstants mixed_constants;
   // derived from the plan by `open`
   Bins bins;
   NarrowBins narrow;
@@ -81,7 +95,8 @@ struct Workspace {
   uint16_t restless, not_calm;
   uint16_t
       low;  // greatest upper half of |x| that may be a zero's, tiny, below the bins or kCalmLeast
-  uint16_t beyond;  // upper half of the least |x| that is above the bins or not finite
+  uint16_t beyond;     // upper half of the least |x| that is above the bins or not finite
+  uint16_t too_large;  // that, or kMixedLimit
   NextIds next_ids;
   Stage stage;
 };
@@ -133,6 +148,11 @@ inline Workspace& open(const Plan& plan, void* memory) {
   work.low = (uint16_t)((first > least ? first : least) - 1);
   const int last = (127 + plan.max_exp) << 7, not_finite = layout::kInfBits >> 16;
   work.beyond = (uint16_t)(last < not_finite ? last : not_finite);
+  const uint16_t mixed = upper_half(kMixedLimit);
+  work.too_large = mixed < work.beyond ? mixed : work.beyond;
+  work.mixed_constants = MixedConstants();
+  work.mixed_constants.clip_low = plan.clip_low;
+  work.mixed_constants.clip_high = plan.clip_high;
   if (!work.pending.histogram) work.pending.histogram = work.trash;
   return work;
 }
@@ -243,6 +263,9 @@ void touch(Workspace& work, int index) {
   for (double* sum : sums) store(sum, none);
   for (int i = 0; i < 6; ++i) store(set.calm[i], splat(i >= 2 && i < 5 ? kCalmStart : 0.0f));
   set.calm_groups = 0;
+  for (auto& sum : set.mixed) store(sum, splat(0.0f));
+  set.mixed_groups = 0;
+  set.calm_run = kCalmRun + 1;
   if (!set.seen) {
     store(set.min_x, splat(__builtin_inff()));
     store(set.max_x, splat(-__builtin_inff()));

@@ -17,7 +17,9 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parents[1]
 
 
-WITH_PTX = "clip or far or huge or whole or extrema or (overlapping and 4) or (slice_ids and 8-torch.int64) or adversarial"
+WITH_PTX = (
+    "clip or far or huge or whole or extrema or (overlapping and 4) or (slice_ids and 8-torch.int64) or adversarial"
+)
 
 
 @pytest.mark.parametrize("ptx", [False, True], ids=["portable", "emulated PTX"])
