@@ -115,6 +115,11 @@ def data(kind: str, n: int, rng: np.random.Generator) -> np.ndarray:
         x = np.where(rng.random(n) < 0.02, rng.choice(SPECIAL, n), rng.normal(0, 1, n) * scale)
     elif kind == "far and near":
         x = np.where(rng.random(n) < 0.3, rng.choice([-300.0, 50.0, 0.6, -2.0], n), rng.normal(0, 0.01, n))
+    elif kind == "side by side":  # at the limits between the kernel's ways
+        limits = np.array([0.125, 0.5, 40.0, 64.0, 2.0**-31], np.float32).view(np.int32)
+        around = np.concatenate([limits - 1, limits, limits + 1]).view(np.float32)
+        some = rng.random(n) < np.repeat(rng.choice([0.001, 0.02, 0.5], n // 500 + 1), 500)[:n]
+        x = np.where(some, rng.choice(np.concatenate([around, -around, [0.0]]), n), rng.normal(0, 0.01, n))
     elif kind == "growing":  # the scale of the far weights changes all the time
         x = np.linspace(-700, 5000, n)
     elif kind == "clipped":
@@ -130,7 +135,18 @@ def data(kind: str, n: int, rng: np.random.Generator) -> np.ndarray:
 
 
 KINDS = (
-    *("special", "edges", "bits", "mixed", "far and near", "growing", "clipped", "laplace", "half zero"),
+    *(
+        "special",
+        "edges",
+        "bits",
+        "mixed",
+        "far and near",
+        "side by side",
+        "growing",
+        "clipped",
+        "laplace",
+        "half zero",
+    ),
     *("0", "1e-41", "0.3", "0.5", "50", "-300", "5000", "-5000", "1e30", "-3.4028235e38"),
 )
 
@@ -343,7 +359,7 @@ def test_accumulates_into_a_state(isa: str, rng: np.random.Generator, oracle: An
     check(oracle, state, np.concatenate(parts), members)
 
 
-@pytest.mark.parametrize("kind", ["laplace", "mixed"])
+@pytest.mark.parametrize("kind", ["laplace", "mixed", "side by side"])
 def test_same_bits_for_any_number_of_threads(isa: str, kind: str, rng: np.random.Generator, oracle: Any) -> None:
     n = 1_500_000
     x = data(kind, n, rng)
@@ -358,9 +374,11 @@ def test_records_do_not_change_the_bits(isa: str, rng: np.random.Generator) -> N
     """A thread that has seen a larger x in another chunk sums as one that has not."""
     x = np.concatenate([rng.normal(0, s, 60_000) for s in (1e-4, 0.03, 1e-3, 0.02, 1e-5, 0.1)]).astype(np.float32)
     x += np.linspace(0, 0.05, x.size, dtype=np.float32)
-    wanted = run(x, np.zeros_like(x), isa=isa)
-    for _ in range(10):
-        assert np.array_equal(run(x, np.zeros_like(x), isa=isa, threads=2).buffer, wanted.buffer)
+    far = np.where(rng.random(x.size) < 0.01, rng.laplace(0, 1, x.size), x) * np.linspace(0.3, 3, x.size)
+    for tokens in (x, far.astype(np.float32)):
+        wanted = run(tokens, np.zeros_like(tokens), isa=isa)
+        for _ in range(10):
+            assert np.array_equal(run(tokens, np.zeros_like(tokens), isa=isa, threads=2).buffer, wanted.buffer)
 
 
 def test_integers_agree_across_instruction_sets(rng: np.random.Generator) -> None:
