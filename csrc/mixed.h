@@ -1,5 +1,6 @@
-// Groups in which near and far tokens lie side by side: every vector adds to the sums of both, by
-// masks. Packing them apart first takes 1.3 times as long on Laplace(1) data.
+// Groups with many far tokens: every vector adds to the sums of near and of far ones, by masks. On
+// Laplace(1) data packing them apart (run.h) takes 1.3 times as long on Emerald Rapids and 1.06 on
+// Zen 4, from memory; where one token in a hundred is far this way takes 1.15 times as long.
 #pragma once
 #include "far.h"
 #include "group.h"
@@ -99,28 +100,32 @@ inline void finish_mixed(Set& set) {
   set.mixed_groups = 0;
 }
 
-// Groups whose |x| are below kMixedLimit and inside the bins, into the sums and the histogram,
-// until more than kCalmRun in a row would have gone the common way. Stops before a group that needs
-// another way; returns the number done.
+inline bool many_far(int64_t tokens) { return tokens >= kGroup / 4; }
+inline bool many_far(const Group& group) {
+  int64_t far = 0;
+  for (const F& v : group.x) {
+    far += __builtin_popcount(mask_bits(at_least(abs(v), splat(kNearLimit))));
+  }
+  return many_far(far);
+}
+
+// Groups with many far tokens into the sums and the histogram. Stops after one with few, and before
+// one that needs another way (|x| from kMixedLimit on, or tiny); returns the number done.
 template <bool kNarrow, typename Source>
 __attribute__((noinline)) int add_mixed(Workspace& work, const Source& source, int begin,
                                         int groups, Set& set) {
   const LookConstants constants(work);
-  const H bound = splat(work.too_large), restless = splat(work.restless);
-  const H limit = splat(limit_of(work, set)), record = splat(set.record);
-  bool new_extrema = false;
-  int wide = 0, calm_run = set.calm_run;
-  int64_t zero_tokens = 0;
+  const H bound = splat(work.too_large), record = splat(set.record);
+  bool new_extrema = false, many = true;
   Indices indices(work.pending);
   MixedSums sums(set);
   int done = 0;
-  for (; done < groups && (done == 0 || calm_run <= kCalmRun); ++done) {
+  for (; done < groups && many; ++done) {
     source.fetch(begin + done);
     const Group group = source.group(begin + done);
     const Look<kNarrow, Source> look(group, constants, indices.next);
     if (any_at_least(look.largest, bound)) break;
-    const Kind kind = look.tell(group, constants, indices.next);
-    if (kind == kOther) break;
+    if (look.tell(group, constants, indices.next) != kUsual) break;
     if (any_at_least(look.largest, record)) {
       new_extrema = true;
       F least = load(set.min_x), most = load(set.max_x);
@@ -131,22 +136,14 @@ __attribute__((noinline)) int add_mixed(Workspace& work, const Source& source, i
       store(set.min_x, least);
       store(set.max_x, most);
     }
-    if (!any_at_least(look.largest, limit)) {
-      ++calm_run;
-    } else {
-      calm_run = 0;
-      wide += !any_at_least(look.largest, restless);
-    }
-    if (kind == kZeros) {
-      zero_tokens += kGroup;
-      continue;
-    }
+    const int64_t far_before = sums.far;
     group.store_to(work.mixed_x);
 #pragma GCC unroll 16
     for (int i = 0; i < kGroup / kLanes; ++i) {
       sums.add(group.x[i], work.mixed_x + i * kLanes, &work.mixed_constants);
       if (kNarrow) drain<kLanes>(indices.last + i * kLanes, indices.histogram);
     }
+    many = many_far(sums.far - far_before);
     if (++sums.groups == sums.kSettle) sums.settle(set);
     if (kNarrow) {
       indices.turn(set.histogram);
@@ -155,9 +152,6 @@ __attribute__((noinline)) int add_mixed(Workspace& work, const Source& source, i
     }
   }
   sums.store_to(set);
-  set.zeros += zero_tokens;
-  set.not_calm += wide;
-  set.calm_run = calm_run;
   if (new_extrema) set_record(set);
   set_watch(work, set);
   if (kNarrow) indices.store_back();

@@ -10,7 +10,6 @@ namespace {
 constexpr int kHalf = kLanes / 2;  // float64 lanes of a vector
 constexpr int kBuffer = 512;       // tokens collected before they are worked on together
 constexpr int kPrepared = 16;      // groups parted into near and far tokens at a time
-constexpr int kCalmRun = 3;        // groups in a row that mixed.h takes along: leaving costs more
 constexpr int kJointSets =
     16;  // sets of more than one slice in a chunk; beyond, slice by slice (L2 footprint)
 // Tokens take turns on so many counters of a bin: one counter hit again and again costs 7.2 cycles
@@ -23,14 +22,12 @@ constexpr uint32_t kMaxLoad =
 struct alignas(64) Set {
   double near_x[kHalf], near_x2[kHalf], near_k3[kHalf], near_excess[kHalf], abs_x[kHalf];
   double far_x[kHalf], far_x2[kHalf], far_abs[kHalf], far_k3[kHalf], far_w[kHalf], far_w2[kHalf];
-  double calm_x2[kHalf];  // of tokens below kCalmLimit, and up to CalmSums::kSettle groups' sums of
-  float calm[6][kLanes];  // x^3, .., x^7 and |x| (run.h)
-  int calm_groups;
-  // of a few groups that mixed.h took: near k3, near excess, far k3, far w, far w^2, |x|
+  double calm_x2[kHalf];  // of tokens below kCalmLimit (near.h), and of a few groups of them the
+  float calm[6][kLanes];  // sums of x^3, .., x^7 and |x|
+  // of a few groups with many far tokens (mixed.h): near k3, near excess, far k3, w, w^2, all |x|
   float mixed[6][kLanes];
-  int mixed_groups;
-  int calm_run;  // groups in a row that could have gone the common way, while mixed.h takes them
   float min_x[kLanes], max_x[kLanes];  // of all chunks since `seen`: an extremum may be told twice
+  int calm_groups, mixed_groups;       // how many these are
   uint16_t watch;    // groups with an upper half of |x| from here on need a closer look
   int not_calm;      // how many of them in this chunk were only not calm
   uint16_t record;   // those from here on may hold a new extremum
@@ -265,7 +262,6 @@ void touch(Workspace& work, int index) {
   set.calm_groups = 0;
   for (auto& sum : set.mixed) store(sum, splat(0.0f));
   set.mixed_groups = 0;
-  set.calm_run = kCalmRun + 1;
   if (!set.seen) {
     store(set.min_x, splat(__builtin_inff()));
     store(set.max_x, splat(-__builtin_inff()));
