@@ -273,7 +273,6 @@ void finish_set(const Plan& plan, Workspace& work, Set& set) {
     set.waiting = 0;
   }
   finish_calm(set);
-  finish_mixed(set);
   if (work.bins.narrow()) {
     finish_parted<true>(work, set);
   } else {

@@ -3,7 +3,7 @@
 #pragma once
 #include <type_traits>
 
-#include "mixed.h"
+#include "group.h"
 #include "near.h"
 
 namespace pyrlstats {
@@ -228,11 +228,6 @@ int run_groups(const Plan& plan, Workspace& work, const Source& source, int begi
     add(set.watch);
     if (done == groups) break;
     if (take_record(work, source, begin + done, set) && add(limit_of(work, set)) > 0) continue;
-    if (many_far(source.group(begin + done))) {
-      const int mixed = add_mixed<kNarrow>(work, source, begin + done, groups - done, set);
-      done += mixed;
-      if (mixed > 0) continue;
-    }
     const int taken = prepare<kNarrow>(plan, work, source, begin + done, groups - done, set);
     if (taken == 0) break;
     done += taken;

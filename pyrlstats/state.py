@@ -174,7 +174,10 @@ def _empty_tensor(slices: int, layout: Layout, groups: tuple[Group, ...], device
         key = (slices, layout, groups, device, torch._C._cuda_getCurrentRawStream(device.index))
         spare = _spare.get(key)
         if spare is not None:
-            return spare.copies.pop() if spare.copies else _copies_of(spare)
+            try:
+                return spare.copies.pop()
+            except IndexError:  # not asked first: another thread may take the last one
+                return _copies_of(spare)
     words, maxima = _places(slices, layout, groups)
     buffer = torch.zeros(words, dtype=torch.int64, device=device)
     _forget_maxima(buffer, maxima)
@@ -194,8 +197,9 @@ def _copies_of(spare: _Spare) -> Any:
         return spare.model.clone()
     rows = spare.model.new_empty((count, stride))[:, :words]
     rows.copy_(spare.model)
-    spare.copies.extend(rows.unbind())
-    return spare.copies.pop()
+    first, *others = rows.unbind()
+    spare.copies.extend(others)
+    return first
 
 
 @dataclass(frozen=True)
