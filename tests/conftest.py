@@ -195,7 +195,7 @@ class Oracle:
 
     @staticmethod
     def halves(x: Any) -> tuple[np.ndarray, np.ndarray]:
-        """The positive and the negative x, zeros for the others; NaN for what is not finite."""
+        """The positive and the negative x, zeros for the others; what is not finite stays so."""
         with np.errstate(invalid="ignore"):
             return np.where(x > 0, x, 0 * x), np.where(x < 0, x, 0 * x)
 
