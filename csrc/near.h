@@ -57,7 +57,7 @@ struct NearSums {
 // that is within 2e-8. From n = 3 on they weigh so little that float32 holds them for a few groups:
 // about 106 vector operations a group instead of 136.
 struct CalmSums {
-  static constexpr int kSettle = kLanes / 2;  // groups, so 16 additions: equal terms within 4e-7
+  static constexpr int kSettle = kLanes / 4;  // groups, so 8 additions: equal terms within 2.7e-7
   D x, x2, size;
   F s3, s4, s5, s6, s7;
   int groups;
