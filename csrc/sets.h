@@ -22,8 +22,8 @@ constexpr uint32_t kMaxLoad =
 struct alignas(64) Set {
   double near_x[kHalf], near_x2[kHalf], near_k3[kHalf], near_excess[kHalf], abs_x[kHalf];
   double far_x[kHalf], far_x2[kHalf], far_abs[kHalf], far_k3[kHalf], far_w[kHalf], far_w2[kHalf];
-  double calm_x2[kHalf];  // of tokens below kCalmLimit (near.h), and of a few groups of them the
-  float calm[5][kLanes];  // sums of x^3, .., x^7
+  double calm_x2[kHalf], calm_x3[kHalf];  // of tokens below kCalmLimit (near.h), and of a few
+  float calm[4][kLanes];                  // groups of them the sums of x^4, .., x^7
   float min_x[kLanes], max_x[kLanes];  // of all chunks since `seen`: an extremum may be told twice
   int calm_groups;                     // how many these are
   uint16_t watch;    // groups with an upper half of |x| from here on need a closer look
@@ -237,11 +237,11 @@ inline void set_watch(const Workspace& work, Set& set) {
 void touch(Workspace& work, int index) {
   Set& set = work.sets[index];
   const D none = splat(0.0);
-  double* const sums[] = {set.near_x, set.near_x2, set.near_k3, set.near_excess,
-                          set.abs_x,  set.far_x,   set.far_x2,  set.far_abs,
-                          set.far_k3, set.far_w,   set.far_w2,  set.calm_x2};
+  double* const sums[] = {set.near_x, set.near_x2, set.near_k3, set.near_excess, set.abs_x,
+                          set.far_x,  set.far_x2,  set.far_abs, set.far_k3,      set.far_w,
+                          set.far_w2, set.calm_x2, set.calm_x3};
   for (double* sum : sums) store(sum, none);
-  for (int i = 0; i < 5; ++i) store(set.calm[i], splat(i < 2 ? 0.0f : kCalmStart));
+  for (int i = 0; i < 4; ++i) store(set.calm[i], splat(i < 1 ? 0.0f : kCalmStart));
   set.calm_groups = 0;
   if (!set.seen) {
     store(set.min_x, splat(__builtin_inff()));

@@ -136,7 +136,7 @@ def _add_huge(row_ptr, x, members, far, G: tl.constexpr):
 
 @triton.jit
 def add_few(row_ptr, x, members, far, count, ROWS: tl.constexpr, V: tl.constexpr, G: tl.constexpr):
-    """As add_tile, for ``count`` huge tokens, one at a time: a tile that holds one costs a fifth of its other tokens.
+    """As add_tile, for ``count`` huge tokens, one at a time.
 
     Sums over a tile are ten exchanges between all threads for each slice; these are three for each token.
     """
