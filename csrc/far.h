@@ -135,7 +135,7 @@ __attribute__((noinline)) void far_groups(Set& set, const float* x, int groups,
       x_sum = x_sum + (low + high);
       abs_sum = abs_sum + (abs(low) + abs(high));
       x2_sum = fma(high, high, fma(low, low, x2_sum));
-      if (kNarrow) drain<kLanes>(index + i * kLanes, histogram);
+      if (kNarrow) drain<kLanes>(index, i * kLanes, histogram);
     }
     index += kVectors * kLanes;
     w_sum = w_sum + widened(sum(w[0], w[1], w[2], w[3]));
@@ -165,7 +165,7 @@ __attribute__((noinline)) void drain_far(Set& set, uint16_t* histogram) {
     far_groups<kNarrow>(set, set.far, groups, histogram);
   } else {
     far_exact(set, set.far, count);
-    for (int i = 0; kNarrow && i < count; i += kGroup) drain<kGroup>(set.queue + i, histogram);
+    for (int i = 0; kNarrow && i < count; i += kGroup) drain<kGroup>(set.queue + i, 0, histogram);
   }
   if (kNarrow) dequeue(set, count);
   set.counts[layout::kCountNFar] += count;

@@ -78,13 +78,18 @@ inline bool any_odd(const Group& group) {
 }
 
 // The first look at a group: its histogram indices, and what its |x| say of it.
-enum Kind { kUsual, kZeros, kOther };  // kOther: with a token that is tiny or below the bins
+enum Kind { kUsual, kZeros, kOther };  // kOther: with a token that is tiny
 
 struct LookConstants {
-  const H low, abs_bits = splat(uint16_t(0x7fff)), zero_counters;
+  const H low, tiny = splat(uint16_t(upper_half(kCalmLeast) - 1));
+  const H abs_bits = splat(uint16_t(0x7fff)), zero_counters;
+  const NarrowBins& narrow;
   const int shift;
   explicit LookConstants(const Workspace& work)
-      : low(splat(work.low)), zero_counters(work.narrow.zero), shift(work.narrow.shift) {}
+      : low(splat(work.low)),
+        zero_counters(work.narrow.zero),
+        narrow(work.narrow),
+        shift(work.narrow.shift) {}
 };
 
 template <bool kNarrow, typename Source>
@@ -111,26 +116,19 @@ struct Look {
 
   __attribute__((always_inline)) Kind tell(const Group& group, const LookConstants& c,
                                            uint16_t* index) const {
-    if (Source::kUpperHalfTells) {
-      if (any_at_least(c.low, smallest)) return kOther;
-      return any_at_least(largest, splat(uint16_t(1))) ? kUsual : kZeros;
-    }
-    if (!any_at_least(c.low, smallest)) return kUsual;
-    if (!any_at_least(largest, c.low)) {
-      const bool none = !any_at_least(largest, splat(uint16_t(1))) && !any_subnormal(group);
-      return none ? kZeros : kOther;
-    }
+    const bool some_low = any_at_least(c.low, smallest);
+    if (!some_low && !Source::kUpperHalfTells) return kUsual;
+    const bool subnormals = !Source::kUpperHalfTells && any_subnormal(group);
+    if (!any_at_least(largest, splat(uint16_t(1))) && !subnormals) return kZeros;
+    if (!some_low) return kUsual;
     H nonzero = c.abs_bits;
 #pragma GCC unroll 16
     for (int i = 0; i < kPairs; ++i) {
       const H a = top[i] & c.abs_bits;
-      const Z zeros = is_zero(a);
-      nonzero = min(nonzero, select(zeros, c.abs_bits, a));
-      if (kNarrow) {
-        store(index + 2 * kLanes * i, select(zeros, c.zero_counters, shift_right(top[i], c.shift)));
-      }
+      nonzero = min(nonzero, select(is_zero(a), c.abs_bits, a));
+      if (kNarrow) store(index + 2 * kLanes * i, c.narrow.of(top[i]));
     }
-    return any_at_least(c.low, nonzero) || any_subnormal(group) ? kOther : kUsual;
+    return any_at_least(c.tiny, nonzero) || subnormals ? kOther : kUsual;
   }
 };
 

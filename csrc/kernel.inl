@@ -219,7 +219,6 @@ void walk(const Plan& plan, Workspace& work, const Source& source, int groups, M
     }
     // not of one set, or with an odd token
     alignas(64) float x[2 * kGroup];
-    source.fetch(g);  // 11 % where masks are drawn for every token
     source.ordered(g).store_to(x);
     if (plan.ids) {
       mixed_ids(plan, work, x, work.stage.ids + g * kGroup, work.base[g], moments);

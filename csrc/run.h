@@ -19,7 +19,7 @@ __attribute__((noinline)) void drain_near(Set& set, uint16_t* histogram) {
 #pragma GCC unroll 16
     for (int i = 0; i < kGroup; i += kLanes) {
       sums.add(widen(x + i), widen(x + i + kHalf));
-      if (kNarrow) drain<kLanes>(set.queue + g + i, histogram);
+      if (kNarrow) drain<kLanes>(set.queue + g, i, histogram);
     }
   }
   sums.store_to(set);
@@ -32,7 +32,7 @@ __attribute__((noinline)) void drain_near(Set& set, uint16_t* histogram) {
 template <bool kNarrow>
 void finish_parted(Workspace& work, Set& set) {
   if (kNarrow) {
-    for (int i = 0; i < set.queued; i += kGroup) drain<kGroup>(set.queue + i, set.histogram);
+    for (int i = 0; i < set.queued; i += kGroup) drain<kGroup>(set.queue + i, 0, set.histogram);
     set.queued = 0;
   }
   for (; set.near_waiting % kGroup != 0; ++set.near_waiting) set.near[set.near_waiting] = 0;
@@ -65,7 +65,6 @@ __attribute__((noinline)) int prepare(const Plan& plan, Workspace& work, const S
   int64_t below = 0, above = 0;
   int taken = 0, calm = 0, wide = 0;
   for (; taken < groups && taken < kPrepared && calm <= kCalmGroups; ++taken) {
-    source.fetch(begin + taken);  // 12 % faster on Laplace(1) from memory
     const Group group = source.group(begin + taken);
     H top[kPairs], largest = splat(uint16_t(0)), smallest = abs_bits;
 #pragma GCC unroll 16
@@ -168,7 +167,7 @@ __attribute__((noinline)) bool take_record(const Workspace& work, const Source& 
 // returns the number done. No call inside: accumulators stay in registers (spilled ones cost 0.25
 // cycles a token).
 template <bool kNarrow, bool kCalm, typename Source>
-__attribute__((noinline)) int add_groups(Workspace& work, const Source& source, int begin,
+__attribute__((noinline)) int add_groups(Workspace& work, const Source source, int begin,
                                          int groups, Set& set, uint16_t first_watch) {
   const LookConstants constants(work);
   H bound = splat(first_watch);
@@ -178,7 +177,6 @@ __attribute__((noinline)) int add_groups(Workspace& work, const Source& source, 
   std::conditional_t<kCalm, CalmSums, NearSums> sums(set);
   int done = 0;
   for (; done < groups; ++done) {
-    source.fetch(begin + done);  // 27 % faster from memory on Zen 4, 6 % on Emerald Rapids
     const Group group = source.group(begin + done);
     const Look<kNarrow, Source> look(group, constants, indices.next);
     if (any_at_least(look.largest, bound)) break;
@@ -189,12 +187,10 @@ __attribute__((noinline)) int add_groups(Workspace& work, const Source& source, 
       zero_tokens += kGroup;  // they add to nothing else
       continue;
     }
-#pragma GCC unroll 16
-    for (int i = 0; i < kGroup / kLanes; i += 2) {
-      sums.add(group.x[i], group.x[i + 1]);
-      // scalar increments of the group before hide behind vector arithmetic
-      if (kNarrow) drain<2 * kLanes>(indices.last + i * kLanes, indices.histogram);
-    }
+    // scalar increments of the group before hide behind vector arithmetic: the finer, the better
+    sums.add(group, [&](int i) __attribute__((always_inline)) {
+      if (kNarrow) drain<kHalf>(indices.last, i * kHalf, indices.histogram);
+    });
     sums.end_group(set);
     if (kNarrow) {
       indices.turn(set.histogram);

@@ -150,16 +150,18 @@ inline void each_slice(const Workspace& work, const Set& set, Function f) {
 // Each index by a load of its own: three arithmetic instructions fewer a token than parting words
 // of four of them, 4 % faster.
 template <int kCount>
-inline void drain(const uint16_t* index, uint16_t* histogram) {
+inline void drain(const uint16_t* index, int first, uint16_t* histogram) {
 #pragma GCC unroll 64
-  for (size_t i = 0; i < kCount; ++i) ++histogram[kTurns * (size_t)index[i] + i % kTurns];
+  for (int i = first; i < first + kCount; ++i) {
+    ++histogram[kTurns * (size_t)index[i] + i % kTurns];
+  }
 }
 
 // Count what is pending, now.
 inline void settle(Workspace& work) {
   Pending& pending = work.pending;
   if (pending.histogram == work.trash) return;
-  drain<64>(pending.index[0], pending.histogram);
+  drain<64>(pending.index[0], 0, pending.histogram);
   pending.histogram = work.trash;
 }
 

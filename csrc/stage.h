@@ -245,7 +245,6 @@ inline void load_pair(const BFloat16* p, F& a, F& b) { load_bf16_pair(&p->bits, 
 struct Staged {
   static constexpr bool kUpperHalfTells = false;
   const float* x;
-  void fetch(int) const {}
   Group group(int g) const { return ordered(g); }
   Group ordered(int g) const {
     Group out;
@@ -266,11 +265,8 @@ struct Direct {
   Group group(int g) const {
     const T* p = a + kGroup * g;
     const T* q = b + kGroup * g;
-    constexpr int kAhead = 2048;  // bytes: 2.9 cycles a token from memory, 3.6 without (Zen 4)
-    for (size_t i = 0; i < sizeof(T); ++i) {
-      __builtin_prefetch((const char*)p + kAhead + 64 * i);
-      __builtin_prefetch((const char*)q + kAhead + 64 * i);
-    }
+    fetch(p);
+    fetch(q);
     Group out;
 #pragma GCC unroll 16
     for (int i = 0; i < kGroup / kLanes; i += 2) {
@@ -282,23 +278,27 @@ struct Direct {
     }
     return out;
   }
-  // What follows on its way to the second-level cache. (GCC leaves out the calls of a function that
-  // does nothing else: it must be inlined.)
-  __attribute__((always_inline)) void fetch(int g) const {
-    constexpr int kFurther = 8192;  // bytes
-    for (size_t i = 0; i < sizeof(T); ++i) {
-      __builtin_prefetch((const char*)(a + kGroup * g) + kFurther + 64 * i, 0, 2);
-      __builtin_prefetch((const char*)(b + kGroup * g) + kFurther + 64 * i, 0, 2);
-    }
-  }
   Group ordered(int g) const {
+    const T* p = a + kGroup * g;
+    const T* q = b + kGroup * g;
+    fetch(p);
+    fetch(q);
     Group out;
 #pragma GCC unroll 16
     for (int i = 0; i < kGroup / kLanes; ++i) {
-      out.x[i] =
-          load_as_float(a + kGroup * g + i * kLanes) - load_as_float(b + kGroup * g + i * kLanes);
+      out.x[i] = load_as_float(p + i * kLanes) - load_as_float(q + i * kLanes);
     }
     return out;
+  }
+  // The lines of later groups, on their way to both levels of cache: 2.9 cycles a token from memory
+  // with the first alone, 3.6 without (Zen 4), and a quarter faster yet with the second. (GCC
+  // leaves out the calls of a function that does nothing else: it must be inlined.)
+  __attribute__((always_inline)) static void fetch(const T* group) {
+    constexpr int kAhead = 2048, kFurther = 8192;  // bytes
+    for (size_t i = 0; i < sizeof(T); ++i) {
+      __builtin_prefetch((const char*)group + kAhead + 64 * i);
+      __builtin_prefetch((const char*)group + kFurther + 64 * i, 0, 2);
+    }
   }
 };
 
