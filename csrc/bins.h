@@ -54,6 +54,7 @@ struct NarrowBins {
 };
 
 constexpr float kNearLimit = 0.5f;
+constexpr float kMixedLimit = 40.0f;    // exp(2 x) of a few tokens is a float32, and a normal one
 constexpr float kCalmLimit = 0.125f;    // below, fewer terms of exp(x) do
 constexpr float kCalmLeast = 0x1p-31f;  // from here on float32 holds x^4
 // What sums of higher powers start from: subnormal ones would take a hundred cycles each on Intel.

@@ -272,6 +272,7 @@ void finish_set(const Plan& plan, Workspace& work, Set& set) {
     set.waiting = 0;
   }
   finish_calm(set);
+  if (set.mixed_groups > 0) finish_mixed(set);
   if (work.bins.narrow()) {
     finish_parted<true>(work, set);
   } else {

@@ -3,7 +3,7 @@
 #pragma once
 #include <type_traits>
 
-#include "group.h"
+#include "mixed.h"
 #include "near.h"
 
 namespace pyrlstats {
@@ -145,20 +145,13 @@ template <typename Source>
 __attribute__((noinline)) bool take_record(const Workspace& work, const Source& source, int g,
                                            Set& set) {
   const Group group = source.group(g);
-  F least = load(set.min_x), most = load(set.max_x);
   H largest = splat(uint16_t(0));
   for (int i = 0; i < kGroup / kLanes; i += 2) {
     largest = max(largest, top_halves(group.x[i], group.x[i + 1]) & splat(uint16_t(0x7fff)));
   }
   if (any_at_least(largest, splat(limit_of(work, set)))) return false;
   if (!any_at_least(largest, splat(set.record))) return false;
-  for (const F& v : group.x) {
-    least = min(least, v);
-    most = max(most, v);
-  }
-  store(set.min_x, least);
-  store(set.max_x, most);
-  set_record(set);
+  take_extrema(set, group);
   set_watch(work, set);
   return true;
 }
@@ -224,6 +217,11 @@ int run_groups(const Plan& plan, Workspace& work, const Source& source, int begi
     add(set.watch);
     if (done == groups) break;
     if (take_record(work, source, begin + done, set) && add(limit_of(work, set)) > 0) continue;
+    if (kNarrow && many_far(source.group(begin + done))) {
+      const int mixed = add_mixed(work, source, begin + done, groups - done, set);
+      done += mixed;
+      if (mixed > 0) continue;
+    }
     const int taken = prepare<kNarrow>(plan, work, source, begin + done, groups - done, set);
     if (taken == 0) break;
     done += taken;

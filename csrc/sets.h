@@ -24,8 +24,11 @@ struct alignas(64) Set {
   double far_x[kHalf], far_x2[kHalf], far_abs[kHalf], far_k3[kHalf], far_w[kHalf], far_w2[kHalf];
   double calm_x2[kHalf], calm_x3[kHalf];  // of tokens below kCalmLimit (near.h), and of a few
   float calm[4][kLanes];                  // groups of them the sums of x^4, .., x^7
+  // of a few groups with far tokens (mixed.h): near k3, near excess, far k3, w, w^2
+  float mixed[5][kLanes];
   float min_x[kLanes], max_x[kLanes];  // of all chunks since `seen`: an extremum may be told twice
-  int calm_groups;                     // how many these are
+  int calm_groups, mixed_groups;       // how many these are
+
   uint16_t watch;    // groups with an upper half of |x| from here on need a closer look
   int not_calm;      // how many of them in this chunk were only not calm
   uint16_t record;   // those from here on may hold a new extremum
@@ -52,10 +55,20 @@ struct Pending {
   uint16_t* histogram;
 };
 
+// Constants of mixed.h, side by side in memory.
+struct MixedConstants {
+  float magic = 0x1.8p23f, log2e = 1.44269504f, ln2_high = -0.693359375f, ln2_low = 2.12194440e-4f;
+  // exp(r) - 1 - r = r^2 / 2 + r^3 p(r), |r| < 0.5, within 3e-8
+  float p[5] = {0.16666666f, 0.0416660f, 0.0083334801f, 0.0013975332f, 0.00019863353f};
+  float half = 0.5f, one = 1, two = 2, near_limit = kNearLimit, clip_low, clip_high;
+};
+
 struct Workspace {
   // At the start of a page, where the counters of |x| around 2^-15 and 3 lie: an index that is
   // loaded just after a count 4096 bytes away is stored has to wait for it.
   Pending pending;
+  alignas(64) float mixed_x[kGroup];
+  MixedConstants mixed_constants;
   // derived from the plan by `open`
   Bins bins;
   NarrowBins narrow;
@@ -81,7 +94,8 @@ struct Workspace {
   uint16_t restless, not_calm;
   uint16_t
       low;  // greatest upper half of |x| that may be a zero's, tiny, below the bins or kCalmLeast
-  uint16_t beyond;  // upper half of the least |x| that is above the bins or not finite
+  uint16_t beyond;     // upper half of the least |x| that is above the bins or not finite
+  uint16_t too_large;  // that, or kMixedLimit's
   NextIds next_ids;
   Stage stage;
 };
@@ -133,6 +147,11 @@ inline Workspace& open(const Plan& plan, void* memory) {
   work.low = (uint16_t)((first > least ? first : least) - 1);
   const int last = (127 + plan.max_exp) << 7, not_finite = layout::kInfBits >> 16;
   work.beyond = (uint16_t)(last < not_finite ? last : not_finite);
+  const uint16_t mixed = upper_half(kMixedLimit);
+  work.too_large = mixed < work.beyond ? mixed : work.beyond;
+  work.mixed_constants = MixedConstants();
+  work.mixed_constants.clip_low = plan.clip_low;
+  work.mixed_constants.clip_high = plan.clip_high;
   if (!work.pending.histogram) work.pending.histogram = work.trash;
   return work;
 }
@@ -244,7 +263,8 @@ void touch(Workspace& work, int index) {
                           set.far_w2, set.calm_x2, set.calm_x3};
   for (double* sum : sums) store(sum, none);
   for (int i = 0; i < 4; ++i) store(set.calm[i], splat(i < 1 ? 0.0f : kCalmStart));
-  set.calm_groups = 0;
+  for (auto& sum : set.mixed) store(sum, splat(0.0f));
+  set.calm_groups = set.mixed_groups = 0;
   if (!set.seen) {
     store(set.min_x, splat(__builtin_inff()));
     store(set.max_x, splat(-__builtin_inff()));

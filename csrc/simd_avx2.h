@@ -31,6 +31,10 @@ inline F power_from_magic(F t) {
 inline M less(F a, F b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
 inline M at_least(F a, F b) { return _mm256_cmp_ps(a, b, _CMP_GE_OQ); }
 inline F zero_where(M m, F v) { return _mm256_andnot_ps(m, v); }
+inline F keep_where(M m, F v) { return _mm256_and_ps(m, v); }
+// sum + v, sum + a b where m, else the sum
+inline F add_where(M m, F v, F sum) { return sum + keep_where(m, v); }
+inline F fma_where(M m, F a, F b, F sum) { return fma(keep_where(m, a), b, sum); }
 inline uint32_t mask_bits(M m) { return (uint32_t)_mm256_movemask_ps(m); }
 // x that is not finite, or not zero and below kTiny
 inline M odd(F x) {
@@ -78,6 +82,13 @@ inline D high_half(F v) { return _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1)); }
 // kLanes / 2 floats at p
 inline D widen(const float* p) { return _mm256_cvtps_pd(_mm_loadu_ps(p)); }
 inline D fma(D a, D b, D c) { return _mm256_fmadd_pd(a, b, c); }
+// Adds the lanes of v in m, and their squares.
+inline void add_where(M m, F v, const float*, D& sum, D& squares) {
+  const F kept = keep_where(m, v);
+  const D low = low_half(kept), high = high_half(kept);
+  sum = sum + (low + high);
+  squares = fma(high, high, fma(low, low, squares));
+}
 inline D abs(D v) { return _mm256_andnot_pd(_mm256_set1_pd(-0.0), v); }
 inline D max(D a, D b) { return _mm256_max_pd(a, b); }
 inline D keep_where(D v, D mask) { return _mm256_and_pd(v, mask); }

@@ -31,6 +31,10 @@ inline F power_from_magic(F t) {
 inline M less(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
 inline M at_least(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
 inline F zero_where(M m, F v) { return _mm512_maskz_mov_ps((M)~m, v); }
+inline F keep_where(M m, F v) { return _mm512_maskz_mov_ps(m, v); }
+// sum + v, sum + a b where m, else the sum
+inline F add_where(M m, F v, F sum) { return _mm512_mask_add_ps(sum, m, sum, v); }
+inline F fma_where(M m, F a, F b, F sum) { return _mm512_mask3_fmadd_ps(a, b, sum, m); }
 inline uint32_t mask_bits(M m) { return m; }
 // x that is not finite, or not zero and below kTiny
 inline M odd(F x) {
@@ -58,6 +62,15 @@ inline D high_half(F v) { return _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1)); 
 // kLanes / 2 floats at p: one instruction less than from a register
 inline D widen(const float* p) { return _mm512_cvtps_pd(_mm256_loadu_ps(p)); }
 inline D fma(D a, D b, D c) { return _mm512_fmadd_pd(a, b, c); }
+// Adds the lanes in m, and their squares; x: the same lanes in memory.
+inline void add_where(M m, F, const float* x, D& sum, D& squares) {
+  const D low = widen(x), high = widen(x + kLanes / 2);
+  const __mmask8 m_low = (__mmask8)m, m_high = (__mmask8)(m >> 8);
+  sum = _mm512_mask_add_pd(sum, m_low, sum, low);
+  sum = _mm512_mask_add_pd(sum, m_high, sum, high);
+  squares = _mm512_mask3_fmadd_pd(low, low, squares, m_low);
+  squares = _mm512_mask3_fmadd_pd(high, high, squares, m_high);
+}
 inline D abs(D v) { return _mm512_abs_pd(v); }
 inline D max(D a, D b) { return _mm512_max_pd(a, b); }
 inline D keep_where(D v, D mask) { return _mm512_and_pd(v, mask); }

@@ -33,6 +33,12 @@ inline M at_least(F a, F b) { return vcgeq_f32(a, b); }
 inline F zero_where(M m, F v) {
   return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(v), m));
 }
+inline F keep_where(M m, F v) {
+  return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(v), m));
+}
+// sum + v, sum + a b where m, else the sum
+inline F add_where(M m, F v, F sum) { return sum + keep_where(m, v); }
+inline F fma_where(M m, F a, F b, F sum) { return fma(keep_where(m, a), b, sum); }
 inline uint32_t mask_bits(M m) {
   const uint32_t bits[4] = {1, 2, 4, 8};
   return vaddvq_u32(vandq_u32(m, vld1q_u32(bits)));
@@ -79,6 +85,13 @@ inline D high_half(F v) { return vcvt_high_f64_f32(v); }
 // kLanes / 2 floats at p
 inline D widen(const float* p) { return vcvt_f64_f32(vld1_f32(p)); }
 inline D fma(D a, D b, D c) { return vfmaq_f64(c, a, b); }
+// Adds the lanes of v in m, and their squares.
+inline void add_where(M m, F v, const float*, D& sum, D& squares) {
+  const F kept = keep_where(m, v);
+  const D low = low_half(kept), high = high_half(kept);
+  sum = sum + (low + high);
+  squares = fma(high, high, fma(low, low, squares));
+}
 inline D abs(D v) { return vabsq_f64(v); }
 inline D max(D a, D b) { return vmaxq_f64(a, b); }
 inline D keep_where(D v, D mask) {

@@ -33,6 +33,10 @@ inline F power_from_magic(F t) { return (F)(((I)t << 23) + 0x3f800000); }
 inline M less(F a, F b) { return a < b; }
 inline M at_least(F a, F b) { return a >= b; }
 inline F zero_where(M m, F v) { return (F)((I)v & ~m); }
+inline F keep_where(M m, F v) { return (F)((I)v & m); }
+// sum + v, sum + a b where m, else the sum
+inline F add_where(M m, F v, F sum) { return sum + keep_where(m, v); }
+inline F fma_where(M m, F a, F b, F sum) { return fma(keep_where(m, a), b, sum); }
 inline uint32_t mask_bits(M m) { return (m[0] & 1) | (m[1] & 2) | (m[2] & 4) | (m[3] & 8); }
 // x that is not finite, or not zero and below kTiny
 inline M odd(F x) {
@@ -68,6 +72,13 @@ inline D high_half(F v) { return D{v[2], v[3]}; }
 // kLanes / 2 floats at p
 inline D widen(const float* p) { return D{p[0], p[1]}; }
 inline D fma(D a, D b, D c) { return a * b + c; }
+// Adds the lanes of v in m, and their squares.
+inline void add_where(M m, F v, const float*, D& sum, D& squares) {
+  const F kept = keep_where(m, v);
+  const D low = low_half(kept), high = high_half(kept);
+  sum = sum + (low + high);
+  squares = fma(high, high, fma(low, low, squares));
+}
 inline D abs(D v) { return (D)((L)v & 0x7fffffffffffffff); }
 inline D keep_where(D v, D mask) { return (D)((L)v & (L)mask); }
 inline D keep_at_least(D v, D a, D b) { return (D)((L)v & (L)(a >= b)); }

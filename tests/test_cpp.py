@@ -369,6 +369,19 @@ def test_same_bits_for_any_number_of_threads(isa: str, kind: str, rng: np.random
     check(oracle, states[0], x, masks)
 
 
+def test_equal_tokens(isa: str, rng: np.random.Generator, oracle: Any) -> None:
+    """Where all round alike nothing averages out: each way's bound must hold of one token."""
+    near = np.concatenate([rng.uniform(-0.5, 0.5, 30), rng.uniform(0.3, 0.5, 15), rng.uniform(-0.125, 0.125, 15)])
+    size = np.exp(rng.uniform(np.log(0.5), np.log(40.0), near.size)) * rng.choice([-1.0, 1.0], near.size)
+    for here, there in zip(near, size, strict=True):
+        alone = np.full(3000, here, np.float32)
+        check(oracle, run(alone, np.zeros_like(alone), isa=isa), alone, [np.ones(alone.size, bool)])
+        beside = np.where(rng.random(3000) < 0.4, there, here).astype(np.float32)
+        masks = [beside == np.float32(here), beside != np.float32(here), np.ones(beside.size, bool)]
+        check(oracle, run(beside, np.zeros_like(beside), masks, isa=isa), beside, masks)
+        check(oracle, run(beside, np.zeros_like(beside), isa=isa), beside, masks[2:])
+
+
 def test_records_do_not_change_the_bits(isa: str, rng: np.random.Generator) -> None:
     """A thread that has seen a larger x in another chunk sums as one that has not."""
     x = np.concatenate([rng.normal(0, s, 60_000) for s in (1e-4, 0.03, 1e-3, 0.02, 1e-5, 0.1)]).astype(np.float32)
