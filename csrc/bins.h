@@ -58,7 +58,7 @@ constexpr float kMixedLimit = 40.0f;    // exp(2 x) of a few tokens is a float32
 constexpr float kCalmLimit = 0.125f;    // below, fewer terms of exp(x) do
 constexpr float kCalmLeast = 0x1p-31f;  // from here on float32 holds x^4
 // What sums of higher powers start from: subnormal ones would take a hundred cycles each on Intel.
-constexpr float kCalmStart = 0x1p-100f;
+constexpr float kCalmStart = 0x1p-120f;
 static_assert(layout::kNearBits == 0x3f000000, "kNearLimit is layout.py's NEAR_LIMIT");
 
 inline uint16_t upper_half(float v) {

@@ -113,14 +113,16 @@ struct Look {
 #pragma GCC unroll 16
     for (int i = 0; i < kPairs; ++i) {
       top[i] = top_halves(group.x[2 * i], group.x[2 * i + 1]);
-      H a = top[i] & c.abs_bits, counter = shift_right(top[i], c.shift);
+      const H a = top[i] & c.abs_bits;
+      H counter = shift_right(top[i], c.shift);
       largest = max(largest, a);
       if (Source::kUpperHalfTells) {  // zeros are the rule: told apart at once, 5 to 10 %
         const Z zeros = is_zero(a);
         counter = select(zeros, c.zero_counters, counter);
-        a = select(zeros, c.abs_bits, a);
+        smallest = min_except(zeros, a, smallest);
+      } else {
+        smallest = min(smallest, a);
       }
-      smallest = min(smallest, a);
       if (kNarrow) store(index + 2 * kLanes * i, counter);
     }
   }

@@ -155,8 +155,20 @@ int run_key(const Plan& plan, Workspace& work, const Source& source, int begin, 
 
 constexpr uint64_t kMixed = ~0ull, kNone = ~0ull - 1;
 
-// Membership of a block: words, and each group's key: the set that all its tokens belong to, or
-// kMixed, or kNone. Returns whether any token is in any slice.
+// Whether a group's masks have the bytes of the group before.
+inline bool as_before(const uint8_t* const* masks, int64_t slices, int64_t group) {
+  H different = splat(uint16_t(0));
+  for (int64_t s = 0; s < slices; ++s) {
+    const uint8_t* const p = masks[s] + kGroup * group;
+    for (int i = 0; i < kGroup; i += sizeof(H)) {
+      different = different | (load(p + i) ^ load(p + i - kGroup));
+    }
+  }
+  return !any_at_least(different, splat(uint16_t(1)));
+}
+
+// Membership of a block: words of mixed groups, and each group's key: the set that all its tokens
+// belong to, or kMixed, or kNone. Returns whether any token is in any slice.
 bool stage_members(const Plan& plan, Workspace& work, int64_t begin, int64_t count) {
   const int64_t groups = (count + kGroup - 1) / kGroup, slices = plan.slices;
   const uint64_t tail = count % kGroup ? ~0ull >> (kGroup - count % kGroup) : ~0ull;
@@ -167,19 +179,12 @@ bool stage_members(const Plan& plan, Workspace& work, int64_t begin, int64_t cou
   }
   uint64_t some = 0;
   if (plan.ids) {
-    work.next_ids.find(*plan.ids, begin, count);
-    stage_ids(*plan.ids, slices, begin, count, work.stage);
-    for (int64_t g = 0; g < groups; ++g) {
-      const int32_t* ids = work.stage.ids + g * kGroup;
-      const int32_t id = ids[0];
-      const bool mixed =
-          work.base[g] != ~0ull || ids[kGroup - 1] != id || equal64(ids, id) != ~0ull;
-      work.keys[g] = work.base[g] == 0       ? kNone
-                     : mixed || id >= slices ? kMixed
-                     : id < 0                ? kNone
-                                             : (uint64_t)id;
+    work.ids.find(*plan.ids, slices, begin, count, work.stage);
+    work.ids.each_group([&](int64_t g, int32_t id) {
+      const bool mixed = id == kSeveralIds || id >= slices || work.base[g] != ~0ull;
+      work.keys[g] = work.base[g] == 0 ? kNone : mixed ? kMixed : id < 0 ? kNone : (uint64_t)id;
       some |= work.keys[g] ^ kNone;
-    }
+    });
     return some != 0;
   }
   const uint8_t* bytes[kMaxMasks];
@@ -187,6 +192,13 @@ bool stage_members(const Plan& plan, Workspace& work, int64_t begin, int64_t cou
     bytes[s] = mask_bytes(plan.masks[s], begin, count, work.stage, work.mask_bytes + s * kBlock);
   }
   for (int64_t g = 0; g < groups; ++g) {
+    // Three groups of four in runs of 50 to 500 tokens: 5 % faster
+    if (plan.masks && g > 0 && work.keys[g - 1] != kMixed &&
+        (work.base[g] & work.base[g - 1]) == ~0ull && as_before(bytes, slices, g)) {
+      work.keys[g] = work.keys[g - 1];
+      for (int64_t s = 0; s < slices; ++s) __builtin_prefetch(bytes[s] + kGroup * g + kBlock, 0, 2);
+      continue;
+    }
     uint64_t* words = work.words + g * slices;
     uint64_t key = 0, mixed = 0;
     for (int64_t s = 0; s < slices; ++s) {
@@ -212,7 +224,7 @@ void walk(const Plan& plan, Workspace& work, const Source& source, int groups, M
     if (key != kMixed) {
       while (end < groups && work.keys[end] == key) ++end;
     }
-    if (plan.ids) work.next_ids.fetch(g, end);
+    if (plan.ids) work.ids.fetch_next(g, end);
     if (key != kMixed) {
       g = key == kNone ? end : g + run_key(plan, work, source, g, end - g, key);
       if (g == end) continue;
@@ -221,9 +233,13 @@ void walk(const Plan& plan, Workspace& work, const Source& source, int groups, M
     alignas(64) float x[2 * kGroup];
     source.ordered(g).store_to(x);
     if (plan.ids) {
-      mixed_ids(plan, work, x, work.stage.ids + g * kGroup, work.base[g], moments);
+      alignas(64) int32_t ids[kGroup];
+      work.ids.group(g, ids);
+      mixed_ids(plan, work, x, ids, work.base[g], moments);
     } else {
-      mixed_masks(plan, work, x, work.words + g * plan.slices);
+      uint64_t* const words = work.words + g * plan.slices;
+      for (int64_t s = 0; key != kMixed && s < plan.slices; ++s) words[s] = -(key >> s & 1);
+      mixed_masks(plan, work, x, words);
     }
     ++g;
   }

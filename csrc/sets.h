@@ -96,7 +96,7 @@ struct Workspace {
       low;  // greatest upper half of |x| that may be a zero's, tiny, below the bins or kCalmLeast
   uint16_t beyond;     // upper half of the least |x| that is above the bins or not finite
   uint16_t too_large;  // that, or kMixedLimit's
-  NextIds next_ids;
+  BlockIds ids;
   Stage stage;
 };
 

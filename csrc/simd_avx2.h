@@ -101,6 +101,7 @@ inline D power_from_magic(D t) {
 
 // --- uint16 lanes, twice as many
 inline H load(const uint16_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
+inline H load(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
 inline void store(uint16_t* p, H v) { _mm256_storeu_si256((__m256i*)p, v); }
 inline H splat(uint16_t v) { return _mm256_set1_epi16((short)v); }
 // The upper halves of the lanes of both, in an order of its own
@@ -115,6 +116,8 @@ inline H shift_right(H a, int count) { return _mm256_srl_epi16(a, _mm_cvtsi32_si
 inline H negative(H a) { return _mm256_srai_epi16(a, 15); }
 inline Z is_zero(H a) { return _mm256_cmpeq_epi16(a, _mm256_setzero_si256()); }
 inline H select(Z m, H then, H other) { return _mm256_blendv_epi8(other, then, m); }
+// min(a, b), b where m
+inline H min_except(Z m, H a, H b) { return min(_mm256_or_si256(a, m), b); }
 inline bool any(Z m) { return _mm256_movemask_epi8(m) != 0; }
 inline bool any_at_least(H a, H b) {
   return _mm256_movemask_epi8(_mm256_cmpeq_epi16(_mm256_max_epu16(a, b), a)) != 0;

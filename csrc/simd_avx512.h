@@ -85,6 +85,7 @@ inline D power_from_magic(D t) {
 
 // --- uint16 lanes, twice as many
 inline H load(const uint16_t* p) { return _mm512_loadu_si512(p); }
+inline H load(const uint8_t* p) { return _mm512_loadu_si512(p); }
 inline void store(uint16_t* p, H v) { _mm512_storeu_si512(p, v); }
 inline H splat(uint16_t v) { return _mm512_set1_epi16((short)v); }
 // The upper halves of the lanes of both, in an order of its own
@@ -101,6 +102,8 @@ inline H shift_right(H a, int count) { return _mm512_srlv_epi16(a, splat((uint16
 inline H negative(H a) { return _mm512_srai_epi16(a, 15); }
 inline Z is_zero(H a) { return _mm512_testn_epi16_mask(a, a); }
 inline H select(Z m, H then, H other) { return _mm512_mask_mov_epi16(other, m, then); }
+// min(a, b), b where m
+inline H min_except(Z m, H a, H b) { return _mm512_mask_min_epu16(b, (Z)~m, a, b); }
 inline bool any(Z m) { return m != 0; }
 inline bool any_at_least(H a, H b) { return _mm512_cmpge_epu16_mask(a, b) != 0; }
 

@@ -108,6 +108,7 @@ inline D power_from_magic(D t) {
 
 // --- uint16 lanes, twice as many
 inline H load(const uint16_t* p) { return vld1q_u16(p); }
+inline H load(const uint8_t* p) { return vreinterpretq_u16_u8(vld1q_u8(p)); }
 inline void store(uint16_t* p, H v) { vst1q_u16(p, v); }
 inline H splat(uint16_t v) { return vdupq_n_u16(v); }
 // The upper halves of the lanes of both
@@ -120,6 +121,8 @@ inline H max(H a, H b) { return vmaxq_u16(a, b); }
 inline H shift_right(H a, int count) { return vshlq_u16(a, vdupq_n_s16((int16_t)-count)); }
 inline Z is_zero(H a) { return vceqzq_u16(a); }
 inline H select(Z m, H then, H other) { return vbslq_u16(m, then, other); }
+// min(a, b), b where m
+inline H min_except(Z m, H a, H b) { return min(vorrq_u16(a, m), b); }
 inline bool any(Z m) { return vmaxvq_u16(m) != 0; }
 inline bool any_at_least(H a, H b) { return any(vcgeq_u16(a, b)); }
 

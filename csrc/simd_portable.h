@@ -87,11 +87,12 @@ inline D max(D a, D b) { return (D)(((L)a & (L)(a > b)) | ((L)b & ~(L)(a > b)));
 inline D power_from_magic(D t) { return (D)(((L)t << 52) + 0x3ff0000000000000); }
 
 // --- uint16 lanes, twice as many
-inline H load(const uint16_t* p) {
+inline H load(const uint8_t* p) {
   H v;
   __builtin_memcpy(&v, p, sizeof v);
   return v;
 }
+inline H load(const uint16_t* p) { return load((const uint8_t*)p); }
 inline void store(uint16_t* p, H v) { __builtin_memcpy(p, &v, sizeof v); }
 inline H splat(uint16_t v) { return H{v, v, v, v, v, v, v, v}; }
 // The upper halves of the lanes of both, in an order of its own
@@ -107,6 +108,8 @@ inline H shift_right(H a, int count) { return a >> (uint16_t)count; }
 inline H negative(H a) { return (H)(a > 0x7fff); }
 inline Z is_zero(H a) { return (Z)(a == 0); }
 inline H select(Z m, H then, H other) { return (then & m) | (other & ~m); }
+// min(a, b), b where m
+inline H min_except(Z m, H a, H b) { return min(a | m, b); }
 inline bool any(Z m) { return (((L)m)[0] | ((L)m)[1]) != 0; }
 inline bool any_at_least(H a, H b) { return any((Z)(a >= b)); }
 

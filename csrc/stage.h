@@ -7,6 +7,7 @@ namespace pyrlstats {
 namespace {
 
 constexpr int kBlock = 4096;  // tokens staged at a time: x is 16 KB
+constexpr int kGroup = 64;
 
 template <typename T>
 void gather(const char* from, int64_t stride, int64_t count, T* to) {
@@ -190,40 +191,91 @@ void clamp_ids(const char* p, int64_t slices, int64_t count, int32_t* to) {
   }
 }
 
-// Where the next block's ids lie in place: fetched while the tokens of this one are worked on, when
-// the memory is idle. Fetched while this block's ids are staged they are waited for: 1.25 times.
-struct NextIds {
-  const char* first;
-  int64_t group_bytes;  // 0 where they do not
+// f(T()) with the type of the ids.
+template <typename Function>
+inline void with_id_type(int dtype, Function f) {
+  if (dtype == kInt8) f(int8_t());
+  if (dtype == kUInt8 || dtype == kBool) f(uint8_t());
+  if (dtype == kInt16) f(int16_t());
+  if (dtype == kUInt16) f(uint16_t());
+  if (dtype == kInt32) f(int32_t());
+  if (dtype == kUInt32) f(uint32_t());
+  if (dtype == kInt64) f(int64_t());
+  if (dtype == kUInt64) f(uint64_t());
+}
 
-  void find(const Operand& ids, int64_t begin, int64_t count) {
-    const char* const block = in_place(ids, begin, count);
-    group_bytes = block ? 64 * kItemSize[ids.dtype] : 0;
-    first = block + kBlock / 64 * group_bytes;
+// Ids of tokens [begin, begin + count), past the end of the last group -1.
+inline void stage_ids(const Operand& ids, int64_t slices, int64_t begin, int64_t count,
+                      Stage& stage) {
+  const char* p = read_block(ids, begin, count, (char*)stage.raw_a);
+  with_id_type(ids.dtype,
+               [&](auto type) { clamp_ids<decltype(type)>(p, slices, count, stage.ids); });
+  for (int64_t i = count; i < (count + 63) / 64 * 64; ++i) stage.ids[i] = -1;
+}
+
+constexpr int32_t kSeveralIds = -2;
+
+// The id of 64 tokens, clamped, or kSeveralIds.
+template <typename T>
+inline int32_t id_of_group(const T* p, int64_t slices) {
+  if (p[0] != p[kGroup - 1]) return kSeveralIds;
+  T different = 0;
+  for (int i = 0; i < kGroup; ++i) different |= p[i] ^ p[0];
+  if (different) return kSeveralIds;
+  int32_t id;
+  clamp_ids<T>((const char*)p, slices, 1, &id);
+  return id;
+}
+
+// The ids of a block of tokens, where they lie.
+struct BlockIds {
+  const char* block;
+  int dtype;
+  int64_t slices, count;
+  bool in_memory;  // not staged: the next block's follow
+
+  void find(const Operand& ids, int64_t all_slices, int64_t begin, int64_t tokens, Stage& stage) {
+    slices = all_slices;
+    count = tokens;
+    block = in_place(ids, begin, count);
+    dtype = ids.dtype;
+    in_memory = block != nullptr;
+    if (in_memory) return;
+    stage_ids(ids, slices, begin, count, stage);
+    block = (const char*)stage.ids;
+    dtype = kInt32;
   }
-  __attribute__((always_inline)) void fetch(int from_group, int to_group) const {
-    const char* const end = first + to_group * group_bytes;
-    for (const char* line = first + from_group * group_bytes; line < end; line += 64) {
+  // found(g, id) for every group, kSeveralIds for the last where it is not full.
+  template <typename Function>
+  void each_group(Function found) const {
+    with_id_type(dtype, [&](auto type) {
+      using T = decltype(type);
+      const T* const ids = (const T*)block;
+      int64_t g = 0;
+      for (; (g + 1) * kGroup <= count; ++g) found(g, id_of_group(ids + g * kGroup, slices));
+      if (g * kGroup < count) found(g, kSeveralIds);
+    });
+  }
+  // A group's, clamped, past the end -1.
+  void group(int g, int32_t* ids) const {
+    const int64_t left = count - g * kGroup, n = left < kGroup ? left : kGroup;
+    with_id_type(dtype, [&](auto type) {
+      clamp_ids<decltype(type)>(block + g * kGroup * sizeof type, slices, n, ids);
+    });
+    for (int64_t i = n; i < kGroup; ++i) ids[i] = -1;
+  }
+  // The next block's of these groups on their way while the tokens of this one are worked on, when
+  // the memory is idle. Fetched while this block's are looked at they are waited for: 1.25 times.
+  __attribute__((always_inline)) void fetch_next(int from_group, int to_group) const {
+    if (!in_memory) return;
+    const int64_t group_bytes = kGroup * kItemSize[dtype];
+    const char* const next = block + kBlock / kGroup * group_bytes;
+    const char* const end = next + to_group * group_bytes;
+    for (const char* line = next + from_group * group_bytes; line < end; line += 64) {
       __builtin_prefetch(line, 0, 2);
     }
   }
 };
-
-inline void stage_ids(const Operand& ids, int64_t slices, int64_t begin, int64_t count,
-                      Stage& stage) {
-  const char* p = read_block(ids, begin, count, (char*)stage.raw_a);
-  if (ids.dtype == kInt8) clamp_ids<int8_t>(p, slices, count, stage.ids);
-  if (ids.dtype == kUInt8 || ids.dtype == kBool) clamp_ids<uint8_t>(p, slices, count, stage.ids);
-  if (ids.dtype == kInt16) clamp_ids<int16_t>(p, slices, count, stage.ids);
-  if (ids.dtype == kUInt16) clamp_ids<uint16_t>(p, slices, count, stage.ids);
-  if (ids.dtype == kInt32) clamp_ids<int32_t>(p, slices, count, stage.ids);
-  if (ids.dtype == kUInt32) clamp_ids<uint32_t>(p, slices, count, stage.ids);
-  if (ids.dtype == kInt64) clamp_ids<int64_t>(p, slices, count, stage.ids);
-  if (ids.dtype == kUInt64) clamp_ids<uint64_t>(p, slices, count, stage.ids);
-  for (int64_t i = count; i < (count + 63) / 64 * 64; ++i) stage.ids[i] = -1;
-}
-
-constexpr int kGroup = 64;
 
 // The x of a group: registers where there are enough.
 struct Group {
