@@ -5,9 +5,9 @@
 R is the rate at which one thread reads the same bytes, in the same run: the best of three read loops, compiled
 here. Single-thread figures are CPU time, medians over calls of 1M tokens that walk through arrays larger than the
 caches, all cases and R taking turns. Two virtual CPUs are often two hyperthreads of one core, and whatever runs on the
-other one slows down arithmetic more than reading: calls with a busy neighbour before or after are left out where
-enough others remain (``quiet``: the share that was kept). Every case is checked against the reference before it is
-timed.
+other one slows down arithmetic more than reading: single-thread figures are taken on the quietest processor, and calls
+with a busy neighbour before or after are left out where enough others remain (``quiet``: the share that was kept).
+Every case is checked against the reference before it is timed.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ import ctypes
 import json
 import os
 import platform
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,7 +64,8 @@ static uint64_t read(const char* const* arrays, const int* bytes, int streams, s
   for (int k = 0; k < 8; ++k) all |= sum[k];
   return all;
 }
-// Independent additions a cycle: about half as many while another program runs on the core's other hyperthread.
+// Independent operations a cycle: about half as many while another program runs on the core's other hyperthread. (Sums
+// of constants would not do: newer cores add them up before they execute anything. A product takes three cycles.)
 #if defined(__x86_64__)
 #include <time.h>
 static double now() {
@@ -70,20 +73,27 @@ static double now() {
   clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
   return t.tv_sec + t.tv_nsec * 1e-9;
 }
-extern "C" double additions_a_cycle() {
-  uint64_t a = 0, b = 0, c = 0, d = 0, e = 0, chain = 0;
+extern "C" double cycles_a_second() {
+  uint64_t chain = 3;
   const double start = now();
-  for (int i = 0; i < 20000; ++i) asm volatile("lea 1(%0), %0" : "+r"(chain));
-  const double middle = now();
-  for (int i = 0; i < 20000; ++i) {
-    asm volatile("add $1, %0\n add $1, %1\n add $1, %2\n add $1, %3\n add $1, %4\n"
-                 "add $1, %0\n add $1, %1\n add $1, %2\n add $1, %3\n add $1, %4"
+  for (int i = 0; i < 2000; ++i) {
+    asm volatile("imul %0, %0\n imul %0, %0\n imul %0, %0\n imul %0, %0" : "+r"(chain));
+  }
+  return 3 * 4 * 2000 / (now() - start);
+}
+extern "C" double operations_a_cycle() {
+  uint64_t a = 0, b = 0, c = 0, d = 0, e = 0;
+  const double cycles = cycles_a_second(), start = now();
+  for (int i = 0; i < 8000; ++i) {
+    asm volatile("xor $1, %0\n xor $1, %1\n xor $1, %2\n xor $1, %3\n xor $1, %4\n"
+                 "xor $1, %0\n xor $1, %1\n xor $1, %2\n xor $1, %3\n xor $1, %4"
                  : "+r"(a), "+r"(b), "+r"(c), "+r"(d), "+r"(e));
   }
-  return 10 * (middle - start) / (now() - middle);
+  return 10 * 8000 / (now() - start) / cycles;
 }
 #else
-extern "C" double additions_a_cycle() { return 1; }
+extern "C" double cycles_a_second() { return 0; }
+extern "C" double operations_a_cycle() { return 1; }
 #endif
 extern "C" uint64_t read_plain(const char* const* a, const int* b, int s, size_t n) { return read<0>(a, b, s, n); }
 extern "C" uint64_t read_2k(const char* const* a, const int* b, int s, size_t n) { return read<2048>(a, b, s, n); }
@@ -103,7 +113,7 @@ class Case:
     bar: float | None = None
     bar_is_rate: bool = False
     isa: str = ""
-    times: dict[str, list[tuple[float, float]]] = field(default_factory=dict)  # seconds, additions a cycle
+    times: dict[str, list[tuple[float, float]]] = field(default_factory=dict)  # seconds, operations a cycle
 
     @property
     def slices(self) -> int:
@@ -148,8 +158,12 @@ def _numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def make_cases(n: int, rng: np.random.Generator) -> list[Case]:
+    def own(values: np.ndarray) -> torch.Tensor:
+        """In memory as torch aligns it; NumPy's begins anywhere in a cache line, which costs a fifth of the rate."""
+        return torch.from_numpy(values).clone()
+
     def tensor(values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values.astype(np.float32))
+        return own(values.astype(np.float32))
 
     old = tensor(rng.normal(-1, 0.5, n))
     gauss = old + tensor(rng.normal(0, 0.01, n))
@@ -159,9 +173,9 @@ def make_cases(n: int, rng: np.random.Generator) -> list[Case]:
     patterns = np.array([1, 3, 5, 9, 7, 2])[rng.integers(0, 6, n // 50)]
     lengths = rng.integers(50, 501, n // 50)
     keys = np.repeat(patterns, lengths)[:n]
-    runs = [torch.from_numpy((keys >> s & 1).astype(bool)) for s in range(4)]
-    random = [torch.from_numpy(rng.random(n) < 0.5) for _ in range(4)]
-    ids = torch.from_numpy(np.repeat(rng.integers(0, 8, n // 50), lengths)[:n].astype(np.int64))
+    runs = [own((keys >> s & 1).astype(bool)) for s in range(4)]
+    random = [own(rng.random(n) < 0.5) for _ in range(4)]
+    ids = own(np.repeat(rng.integers(0, 8, n // 50), lengths)[:n].astype(np.int64))
     laplace = old + tensor(rng.laplace(0, 1, n))
     half_gauss, half_old = gauss.bfloat16(), old.bfloat16()
     double_gauss, double_old = gauss[: n // 2].double(), old[: n // 2].double()
@@ -201,8 +215,10 @@ class Reader:
         command = [compiler, "-O3", "-march=native", "-mprefer-vector-width=512", "-shared", "-fPIC", source]
         subprocess.run([*command, "-o", library], check=True)
         self.library = ctypes.CDLL(library)
-        self.additions_a_cycle = self.library.additions_a_cycle
-        self.additions_a_cycle.restype = ctypes.c_double
+        self.operations_a_cycle = self.library.operations_a_cycle
+        self.operations_a_cycle.restype = ctypes.c_double
+        self.cycles_a_second = self.library.cycles_a_second
+        self.cycles_a_second.restype = ctypes.c_double
 
     def call(self, loop: str, arrays: list[torch.Tensor]) -> Callable[[], object]:
         pointers = (ctypes.c_void_p * len(arrays))(*[array.data_ptr() for array in arrays])
@@ -224,31 +240,52 @@ def _engine_call(case: Case, state: State, begin: int) -> Callable[[], object]:
     return lambda: cpp.accumulate(batch, state, 1, case.isa)
 
 
+@contextmanager
+def quietest_cpu(reader: Reader) -> Iterator[None]:
+    """Runs what is inside on the processor whose other hyperthread is the least busy."""
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    allowed = os.sched_getaffinity(0)
+    operations = {}
+    for cpu in sorted(allowed):
+        os.sched_setaffinity(0, {cpu})
+        operations[cpu] = statistics.median(reader.operations_a_cycle() for _ in range(50))
+    os.sched_setaffinity(0, {max(operations, key=operations.__getitem__)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
 def single_thread(cases: list[Case], reader: Reader, rounds: int) -> list[dict[str, Any]]:
     for case in cases:
         case.check()
     states = [case.state() for case in cases]
+    order = [*Reader.LOOPS, "engine"]
+    shuffle = random.Random(0).shuffle
     for _ in range(rounds):
         for case, state in zip(cases, states, strict=True):
             parts = case.logp.numel() // CALL
             for i in range(parts):
                 # each reads tokens of its own, a quarter of the arrays away from the others': not from the L3
-                for j, loop in enumerate((*Reader.LOOPS, "engine")):
+                shuffle(order)  # nobody always follows the same one
+                for j, loop in enumerate(order):
                     begin = (i + j * parts // 4) % parts * CALL
                     if loop == "engine":
                         call = _engine_call(case, state, begin)
                     else:
                         call = reader.call(loop, [array[begin : begin + CALL] for array in case.arrays()])
-                    before = reader.additions_a_cycle()
+                    before = reader.operations_a_cycle()
                     seconds = timed(call)
-                    additions = min(before, reader.additions_a_cycle())
-                    case.times.setdefault(loop, []).append((seconds, additions))
+                    operations = min(before, reader.operations_a_cycle())
+                    case.times.setdefault(loop, []).append((seconds, operations))
     alone = 0.85 * statistics.quantiles([s[1] for case in cases for t in case.times.values() for s in t], n=10)[-1]
     rows = []
     for case in cases:
         kept, quiet = {}, 1.0
         for name, samples in case.times.items():
-            times = [seconds for seconds, additions in samples if additions >= alone]
+            times = [seconds for seconds, operations in samples if operations >= alone]
             enough = len(times) >= min(10, len(samples))
             kept[name] = times if enough else [seconds for seconds, _ in samples]
             quiet = min(quiet, len(times) / len(samples))
@@ -458,7 +495,10 @@ def main() -> None:
     print(", ".join(f"{key}: {value}" for key, value in results["machine"].items()))
     reader = Reader()
     if "single" in options.only:
-        results["single thread"] = single_thread(cases, reader, options.rounds)
+        with quietest_cpu(reader):
+            results["single thread"] = single_thread(cases, reader, options.rounds)
+            results["clock, GHz"] = statistics.median(reader.cycles_a_second() for _ in range(50)) / 1e9
+        print(f"clock: {results['clock, GHz']:.2f} GHz")
         show("One thread, of the rate R at which it reads the same bytes", results["single thread"])
     if "compare" in options.only:
         results["comparisons"] = comparisons(cases, [1, threads[-1]] if cpus > 1 else [1], options.rounds)
