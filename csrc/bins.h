@@ -67,13 +67,17 @@ inline uint16_t upper_half(float v) {
   return bits >> 16;
 }
 
-// The upper half of the least |x| that is far, clipped or beyond the bins.
+// The upper half of the least |x| that is far or beyond the bins.
+inline uint16_t far_from(const Plan& plan) {
+  const int beyond = (127 + plan.max_exp) << 7, far = upper_half(kNearLimit);
+  return (uint16_t)(beyond < far ? beyond : far);
+}
+
+// The same of the least |x| that is far, clipped or beyond the bins.
 inline uint16_t restless_from(const Plan& plan) {
-  float limit = kNearLimit;
-  if (plan.clip_high < limit) limit = plan.clip_high;
-  if (-plan.clip_low < limit) limit = -plan.clip_low;
-  const int beyond = (127 + plan.max_exp) << 7;
-  return beyond < upper_half(limit) ? (uint16_t)beyond : upper_half(limit);
+  const float clip = plan.clip_high < -plan.clip_low ? plan.clip_high : -plan.clip_low;
+  const uint16_t clipped = upper_half(clip), far = far_from(plan);
+  return clipped < far ? clipped : far;
 }
 
 }  // namespace

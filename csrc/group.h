@@ -88,6 +88,27 @@ inline bool any_odd(const Group& group) {
   return some != 0;
 }
 
+// How many tokens of a group are clipped, on either side.
+struct Clipped {
+  int64_t below = 0, above = 0;
+  __attribute__((always_inline)) void add(const Group& group, float clip_low, float clip_high) {
+    const F low = splat(clip_low), high = splat(clip_high);
+    uint64_t are_below = 0, are_above = 0;
+#pragma GCC unroll 16
+    for (int i = 0; i < kGroup / kLanes; ++i) {
+      const F v = group.x[i];
+      are_below |= (uint64_t)mask_bits(less(v, low)) << (i * kLanes);
+      are_above |= (uint64_t)mask_bits(less(high, v)) << (i * kLanes);
+    }
+    below += __builtin_popcountll(are_below);
+    above += __builtin_popcountll(are_above);
+  }
+  void store_to(Set& set) const {
+    set.counts[layout::kCountClipLow] += below;
+    set.counts[layout::kCountClipHigh] += above;
+  }
+};
+
 // The first look at a group: its histogram indices, and what its |x| say of it.
 enum Kind { kUsual, kZeros, kOther };  // kOther: with a token that is tiny
 

@@ -7,10 +7,11 @@
 namespace pyrlstats {
 namespace {
 
-// The sums over |x| < kMixedLimit: x and x^2 in float64, in registers; what one float32 exponential
-// gives for near and far tokens alike in float32, summed up by group, for a few groups by Set.
+// The sums over |x| < kMixedLimit: x, |x| and x^2 in float64, in registers; in float32 what one
+// exponential gives for near and far tokens alike.
 struct MixedSums {
-  static constexpr int kSettle = 4;  // groups: few additions of like size, so few roundings
+  // Four vectors are summed up, then four such sums: few roundings, and equal terms round little.
+  static constexpr int kVectors = 4, kSettle = kLanes / 4;  // groups
   enum { kNearK3, kNearExcess, kFarK3, kFarW, kFarW2, kSums };
   D near_x, near_x2, far_x, far_x2, size;
   F below = splat(0.0f), above = below, far = below;  // counts, lane by lane
@@ -86,7 +87,7 @@ struct MixedSums {
         const F s = power_from_magic(shifted[j]), w = fma(s, r[j] + k[j], s);
         const F k3 = fma(s, k[j], fma(s, r[j], s - one) - v[j]);  // nothing cancels
         const F excess = fma(v[j], splat(c.two), k3);             // over k3
-        const bool first = i + j == 0;
+        const bool first = (i + j) % kVectors == 0;
         sums[kNearK3] =
             first ? keep_where(is_near[j], k3) : add_where(is_near[j], k3, sums[kNearK3]);
         sums[kNearExcess] = first ? keep_where(is_near[j], k3 * excess)
@@ -97,9 +98,10 @@ struct MixedSums {
             first ? keep_where(is_far[j], w * w) : fma_where(is_far[j], w, w, sums[kFarW2]);
         between(2 * i + kAtOnce + j);
       }
-    }
+      if ((i + kAtOnce) % kVectors != 0) continue;
 #pragma GCC unroll 16
-    for (int i = 0; i < kSums; ++i) store(set.mixed[i], load(set.mixed[i]) + sums[i]);
+      for (int k = 0; k < kSums; ++k) store(set.mixed[k], load(set.mixed[k]) + sums[k]);
+    }
   }
 };
 
@@ -135,7 +137,7 @@ __attribute__((noinline)) int add_mixed(Workspace& work, const Source source, in
                                         Set& set) {
   constexpr int kCalmRun = 3;
   const LookConstants constants(work);
-  const H bound = splat(work.too_large), restless = splat(work.restless);
+  const H bound = splat(work.too_large), far = splat(work.far);
   const H limit = splat(limit_of(work, set));
   int wide = 0, calm_run = 0;
   int64_t zero_tokens = 0;
@@ -154,7 +156,7 @@ __attribute__((noinline)) int add_mixed(Workspace& work, const Source source, in
     }
     if (any_at_least(look.largest, limit)) {
       calm_run = 0;
-      wide += !any_at_least(look.largest, restless);
+      wide += !any_at_least(look.largest, far);
     } else {
       ++calm_run;
     }

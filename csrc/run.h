@@ -52,7 +52,6 @@ __attribute__((noinline)) int prepare(const Plan& plan, Workspace& work, const S
   const H not_calm = splat(limit_of(work, set));
   const H beyond = splat(work.beyond), record = splat(set.record);
   const H low = splat(work.low), abs_bits = splat(uint16_t(0x7fff));
-  const F clip_low = splat(plan.clip_low), clip_high = splat(plan.clip_high);
   const F limit = splat(kNearLimit);
   constexpr uint32_t kAll = (1u << kLanes) - 1;
   const int shift = work.narrow.shift;
@@ -62,7 +61,7 @@ __attribute__((noinline)) int prepare(const Plan& plan, Workspace& work, const S
   float* near = set.near + set.near_waiting;
   float* far = set.far + set.far_waiting;
   bool new_extrema = false;
-  int64_t below = 0, above = 0;
+  Clipped clipped;
   int taken = 0, calm = 0, wide = 0;
   for (; taken < groups && taken < kPrepared && calm <= kCalmGroups; ++taken) {
     const Group group = source.group(begin + taken);
@@ -101,18 +100,11 @@ __attribute__((noinline)) int prepare(const Plan& plan, Workspace& work, const S
       wide += calm == 0;
       continue;
     }
-    uint64_t are_below = 0, are_above = 0;
-#pragma GCC unroll 16
-    for (int i = 0; i < kGroup / kLanes; ++i) {
-      const F v = group.x[i];
-      are_below |= (uint64_t)mask_bits(less(v, clip_low)) << (i * kLanes);
-      are_above |= (uint64_t)mask_bits(less(clip_high, v)) << (i * kLanes);
-    }
-    below += __builtin_popcountll(are_below);
-    above += __builtin_popcountll(are_above);
+    clipped.add(group, plan.clip_low, plan.clip_high);
     if (!any_at_least(largest, far_from)) {
       group.store_to(near);
       near += kGroup;
+      wide += calm == 0;
       continue;
     }
 #pragma GCC unroll 16
@@ -132,8 +124,7 @@ __attribute__((noinline)) int prepare(const Plan& plan, Workspace& work, const S
     set_record(set);
   }
   set_watch(work, set);
-  set.counts[layout::kCountClipLow] += below;
-  set.counts[layout::kCountClipHigh] += above;
+  clipped.store_to(set);
   set.far_waiting = (int)(far - set.far);
   set.near_waiting = (int)(near - set.near);
   if (kNarrow) set.queued = (int)(index - set.queue);
@@ -168,6 +159,8 @@ __attribute__((noinline)) int add_groups(Workspace& work, const Source source, i
   int64_t zero_tokens = 0;
   Indices indices(work.pending);
   std::conditional_t<kCalm, CalmSums, NearSums> sums(set);
+  const H restless = splat(work.restless);
+  Clipped clipped;
   int done = 0;
   for (; done < groups; ++done) {
     const Group group = source.group(begin + done);
@@ -179,6 +172,10 @@ __attribute__((noinline)) int add_groups(Workspace& work, const Source source, i
     if (kind == kZeros) {
       zero_tokens += kGroup;  // they add to nothing else
       continue;
+    }
+    if (!kCalm && any_at_least(look.largest, restless)) {
+      const MixedConstants& c = work.mixed_constants;
+      clipped.add(group, c.clip_low, c.clip_high);
     }
     // scalar increments of the group before hide behind vector arithmetic: the finer, the better
     sums.add(group, [&](int i) __attribute__((always_inline)) {
@@ -192,6 +189,7 @@ __attribute__((noinline)) int add_groups(Workspace& work, const Source source, i
     }
   }
   sums.store_to(set);
+  if (!kCalm) clipped.store_to(set);
   set.zeros += zero_tokens;
   if (kNarrow) indices.store_back();
   return done;

@@ -90,8 +90,9 @@ struct Workspace {
   bool dirty;       // slice_histogram is not all zeros
   int64_t* slice_zeros;  // [slices]
   uint16_t* trash;
-  // upper halves of the least |x| that is far, clipped or beyond the bins; that, or not calm
-  uint16_t restless, not_calm;
+  // upper halves of the least |x| that is far or beyond the bins; that, or clipped; that, or not
+  // calm
+  uint16_t far, restless, not_calm;
   uint16_t
       low;  // greatest upper half of |x| that may be a zero's, tiny, below the bins or kCalmLeast
   uint16_t beyond;     // upper half of the least |x| that is above the bins or not finite
@@ -140,6 +141,7 @@ inline Workspace& open(const Plan& plan, void* memory) {
   }
   work.target = work.slice_histogram;
   work.trash = (uint16_t*)(base + sizes.histograms + sizes.histogram * work.slots);
+  work.far = far_from(plan);
   work.restless = restless_from(plan);
   const uint16_t calm = upper_half(kCalmLimit);
   work.not_calm = work.restless < calm ? work.restless : calm;
@@ -246,7 +248,7 @@ constexpr int kNotCalm = 4;
 // From which upper half of |x| a group goes another way: a function of the chunk's tokens alone, as
 // sums must be. A record takes a look, and the same way as without.
 inline uint16_t limit_of(const Workspace& work, const Set& set) {
-  return set.not_calm < kNotCalm ? work.not_calm : work.restless;
+  return set.not_calm < kNotCalm ? work.not_calm : work.far;
 }
 inline void set_watch(const Workspace& work, Set& set) {
   const uint16_t limit = limit_of(work, set);
