@@ -270,7 +270,8 @@ void block(const Plan& plan, Workspace& work, int64_t begin, int64_t count, Mome
   walk(plan, work, Staged{work.stage.x}, groups, moments);
 }
 
-// Works on what still waits in a set, the last group filled with zeros: they add to no sum.
+// Works on what still waits in a set, the last group filled with zeros: they add to no sum, but to
+// the extrema and the count of zeros, which are put right again.
 void finish_set(const Plan& plan, Workspace& work, Set& set) {
   if (set.waiting >= kGroup) spill(plan, work, set);
   if (set.waiting > 0) {
@@ -285,6 +286,7 @@ void finish_set(const Plan& plan, Workspace& work, Set& set) {
     set.counts[layout::kCountNZero] -= kGroup - set.waiting;
     store(set.min_x, least);
     store(set.max_x, most);
+    set_record(set);
     set.waiting = 0;
   }
   finish_calm(set);

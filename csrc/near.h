@@ -75,7 +75,7 @@ struct Pairwise {
 // holds them for a few groups; S(3), most of the excess, it holds for one group. About 101 vector
 // operations a group instead of 136.
 struct CalmSums {
-  static constexpr int kSettle = kLanes / 2;  // groups, so 32 additions: equal terms within 1e-6
+  static constexpr int kSettle = kLanes / 2;  // groups, so 32 additions: equal x^5 within 1e-6
   D x, x2, x3, size;
   F s4, s5, s6, s7;
   int groups;

@@ -30,7 +30,6 @@ inline F power_from_magic(F t) {
 // --- lane masks
 inline M less(F a, F b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
 inline M at_least(F a, F b) { return _mm256_cmp_ps(a, b, _CMP_GE_OQ); }
-inline F zero_where(M m, F v) { return _mm256_andnot_ps(m, v); }
 inline F keep_where(M m, F v) { return _mm256_and_ps(m, v); }
 // sum + v, sum + a b where m, else the sum
 inline F add_where(M m, F v, F sum) { return sum + keep_where(m, v); }
@@ -109,11 +108,9 @@ inline H top_halves(F a, F b) {
   const __m256i low = _mm256_srli_epi32(_mm256_castps_si256(a), 16);
   return _mm256_blend_epi16(low, _mm256_castps_si256(b), 0xaa);
 }
-inline H sub(H a, H b) { return _mm256_sub_epi16(a, b); }
 inline H min(H a, H b) { return _mm256_min_epu16(a, b); }
 inline H max(H a, H b) { return _mm256_max_epu16(a, b); }
 inline H shift_right(H a, int count) { return _mm256_srl_epi16(a, _mm_cvtsi32_si128(count)); }
-inline H negative(H a) { return _mm256_srai_epi16(a, 15); }
 inline Z is_zero(H a) { return _mm256_cmpeq_epi16(a, _mm256_setzero_si256()); }
 inline H select(Z m, H then, H other) { return _mm256_blendv_epi8(other, then, m); }
 // min(a, b), b where m

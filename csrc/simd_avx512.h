@@ -30,7 +30,6 @@ inline F power_from_magic(F t) {
 // --- lane masks
 inline M less(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
 inline M at_least(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
-inline F zero_where(M m, F v) { return _mm512_maskz_mov_ps((M)~m, v); }
 inline F keep_where(M m, F v) { return _mm512_maskz_mov_ps(m, v); }
 // sum + v, sum + a b where m, else the sum
 inline F add_where(M m, F v, F sum) { return _mm512_mask_add_ps(sum, m, sum, v); }
@@ -94,12 +93,10 @@ inline H top_halves(F a, F b) {
   return _mm512_ternarylogic_epi32(_mm512_set1_epi32((int)0xffff0000), _mm512_castps_si512(b), low,
                                    0xCA);
 }
-inline H sub(H a, H b) { return _mm512_sub_epi16(a, b); }
 inline H min(H a, H b) { return _mm512_min_epu16(a, b); }
 inline H max(H a, H b) { return _mm512_max_epu16(a, b); }
 // (by as many in every lane: one micro-operation on Intel, where a shift by a register is two)
 inline H shift_right(H a, int count) { return _mm512_srlv_epi16(a, splat((uint16_t)count)); }
-inline H negative(H a) { return _mm512_srai_epi16(a, 15); }
 inline Z is_zero(H a) { return _mm512_testn_epi16_mask(a, a); }
 inline H select(Z m, H then, H other) { return _mm512_mask_mov_epi16(other, m, then); }
 // min(a, b), b where m

@@ -30,9 +30,6 @@ inline F power_from_magic(F t) {
 // --- lane masks
 inline M less(F a, F b) { return vcltq_f32(a, b); }
 inline M at_least(F a, F b) { return vcgeq_f32(a, b); }
-inline F zero_where(M m, F v) {
-  return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(v), m));
-}
 inline F keep_where(M m, F v) {
   return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(v), m));
 }
@@ -115,7 +112,6 @@ inline H splat(uint16_t v) { return vdupq_n_u16(v); }
 inline H top_halves(F a, F b) {
   return vuzp2q_u16(vreinterpretq_u16_f32(a), vreinterpretq_u16_f32(b));
 }
-inline H sub(H a, H b) { return vsubq_u16(a, b); }
 inline H min(H a, H b) { return vminq_u16(a, b); }
 inline H max(H a, H b) { return vmaxq_u16(a, b); }
 inline H shift_right(H a, int count) { return vshlq_u16(a, vdupq_n_s16((int16_t)-count)); }

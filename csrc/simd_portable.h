@@ -32,7 +32,6 @@ inline F power_from_magic(F t) { return (F)(((I)t << 23) + 0x3f800000); }
 // --- lane masks
 inline M less(F a, F b) { return a < b; }
 inline M at_least(F a, F b) { return a >= b; }
-inline F zero_where(M m, F v) { return (F)((I)v & ~m); }
 inline F keep_where(M m, F v) { return (F)((I)v & m); }
 // sum + v, sum + a b where m, else the sum
 inline F add_where(M m, F v, F sum) { return sum + keep_where(m, v); }
@@ -101,11 +100,9 @@ inline H top_halves(F a, F b) {
   typedef uint32_t U __attribute__((vector_size(16)));
   return (H)((U)high | ((U)a >> 16));
 }
-inline H sub(H a, H b) { return a - b; }
 inline H min(H a, H b) { return (a & (H)(a < b)) | (b & ~(H)(a < b)); }
 inline H max(H a, H b) { return (a & (H)(a > b)) | (b & ~(H)(a > b)); }
 inline H shift_right(H a, int count) { return a >> (uint16_t)count; }
-inline H negative(H a) { return (H)(a > 0x7fff); }
 inline Z is_zero(H a) { return (Z)(a == 0); }
 inline H select(Z m, H then, H other) { return (then & m) | (other & ~m); }
 // min(a, b), b where m

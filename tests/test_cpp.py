@@ -369,6 +369,31 @@ def test_same_bits_for_any_number_of_threads(isa: str, kind: str, rng: np.random
     check(oracle, states[0], x, masks)
 
 
+def test_as_many_masks_as_a_key_has_bits(isa: str, rng: np.random.Generator, oracle: Any) -> None:
+    """Tokens in every slice but one, or in all: sets whose keys are all ones but for a bit."""
+    x = data("mixed", 5000, rng)
+    for count in (62, 63, 64, 65, 128):
+        for empty in (None, 0, 1, 62, 63):
+            members = [np.full(x.size, s != empty) for s in range(count)]
+            check(oracle, run(x, np.zeros_like(x), members, isa=isa), x, members)
+
+
+@pytest.mark.parametrize("value", [0.3, -0.3, 0.01, -2.0, 45.0])
+def test_the_last_group_of_a_chunk_has_no_extrema_of_its_own(isa: str, value: float, oracle: Any) -> None:
+    """Its padding is zeros, and a later chunk of the thread has nothing but zeros: they are the other extremum."""
+    for size in (5, 40, 64, 70):
+        x = np.zeros(200_000, np.float32)
+        x[:size] = value
+        members = np.zeros(x.size, bool)
+        members[:size] = members[16384:16448] = members[150_000:150_064] = True
+        ids = np.where(members, 0, -1)
+        check(oracle, run(x, np.zeros_like(x), [members], isa=isa), x, [members])
+        check(oracle, run(x, np.zeros_like(x), slice_ids=ids, slices=1, isa=isa), x, [members])
+        for threads in (1, 2, 3):
+            state = run(x, np.zeros_like(x), isa=isa, threads=threads)
+            check(oracle, state, x, [np.ones(x.size, bool)])
+
+
 def test_equal_tokens(isa: str, rng: np.random.Generator, oracle: Any) -> None:
     """Where all round alike nothing averages out: each way's bound must hold of one token."""
     near = np.concatenate([rng.uniform(-0.5, 0.5, 30), rng.uniform(0.3, 0.5, 15), rng.uniform(-0.125, 0.125, 15)])
