@@ -248,11 +248,11 @@ def quietest_cpu(reader: Reader) -> Iterator[None]:
         return
     allowed = os.sched_getaffinity(0)
     operations = {}
-    for cpu in sorted(allowed):
-        os.sched_setaffinity(0, {cpu})
-        operations[cpu] = statistics.median(reader.operations_a_cycle() for _ in range(50))
-    os.sched_setaffinity(0, {max(operations, key=operations.__getitem__)})
     try:
+        for cpu in sorted(allowed):
+            os.sched_setaffinity(0, {cpu})
+            operations[cpu] = statistics.median(reader.operations_a_cycle() for _ in range(50))
+        os.sched_setaffinity(0, {max(operations, key=operations.__getitem__)})
         yield
     finally:
         os.sched_setaffinity(0, allowed)

@@ -48,7 +48,7 @@ template <bool kNarrow, typename Source>
 __attribute__((noinline)) int prepare(const Plan& plan, Workspace& work, const Source& source,
                                       int begin, int groups, Set& set) {
   constexpr int kPairs = kGroup / kLanes / 2, kCalmGroups = 3;
-  const H restless = splat(work.restless), far_from = splat(uint16_t(layout::kNearBits >> 16));
+  const H restless = splat(work.restless), near_below = splat(uint16_t(layout::kNearBits >> 16));
   const H not_calm = splat(limit_of(work, set));
   const H beyond = splat(work.beyond), record = splat(set.record);
   const H low = splat(work.low), abs_bits = splat(uint16_t(0x7fff));
@@ -101,7 +101,7 @@ __attribute__((noinline)) int prepare(const Plan& plan, Workspace& work, const S
       continue;
     }
     clipped.add(group, plan.clip_low, plan.clip_high);
-    if (!any_at_least(largest, far_from)) {
+    if (!any_at_least(largest, near_below)) {
       group.store_to(near);
       near += kGroup;
       wide += calm == 0;

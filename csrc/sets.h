@@ -28,9 +28,8 @@ struct alignas(64) Set {
   float mixed[5][kLanes];
   float min_x[kLanes], max_x[kLanes];  // of all chunks since `seen`: an extremum may be told twice
   int calm_groups, mixed_groups;       // how many these are
-
   uint16_t watch;    // groups with an upper half of |x| from here on need a closer look
-  int not_calm;      // how many of them in this chunk were only not calm
+  int not_calm;      // how many groups of this chunk were not calm, but not far either
   uint16_t record;   // those from here on may hold a new extremum
   double far_scale;  // k of the far weights; -inf while there are none
   int64_t counts[layout::kCountSize];

@@ -115,7 +115,6 @@ inline Z is_zero(H a) { return _mm256_cmpeq_epi16(a, _mm256_setzero_si256()); }
 inline H select(Z m, H then, H other) { return _mm256_blendv_epi8(other, then, m); }
 // min(a, b), b where m
 inline H min_except(Z m, H a, H b) { return min(_mm256_or_si256(a, m), b); }
-inline bool any(Z m) { return _mm256_movemask_epi8(m) != 0; }
 inline bool any_at_least(H a, H b) {
   return _mm256_movemask_epi8(_mm256_cmpeq_epi16(_mm256_max_epu16(a, b), a)) != 0;
 }

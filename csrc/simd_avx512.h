@@ -101,7 +101,6 @@ inline Z is_zero(H a) { return _mm512_testn_epi16_mask(a, a); }
 inline H select(Z m, H then, H other) { return _mm512_mask_mov_epi16(other, m, then); }
 // min(a, b), b where m
 inline H min_except(Z m, H a, H b) { return _mm512_mask_min_epu16(b, (Z)~m, a, b); }
-inline bool any(Z m) { return m != 0; }
 inline bool any_at_least(H a, H b) { return _mm512_cmpge_epu16_mask(a, b) != 0; }
 
 // --- 64 tokens at once

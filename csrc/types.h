@@ -43,7 +43,8 @@ struct Operand {
 // tokens are taken one at a time.
 constexpr uint32_t kTiny = 0x00800000;
 
-constexpr int kMaxMasks = 63;  // masks of one pass: one bit each in a set's key, which is not kNone
+constexpr int kMaxMasks =
+    63;  // masks of one pass: one bit each in a set's key: never kernel.inl's kNone
 
 // Everything a kernel needs to know about one call.
 struct Plan {
