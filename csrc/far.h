@@ -52,7 +52,7 @@ __attribute__((noinline)) void far_exact(Set& set, float* x, int count) {
   const int padded = (count + kLanes - 1) / kLanes * kLanes;
   for (int i = count; i < padded; ++i) x[i] = x[0];
   rescale_far(set, greatest(x, padded));
-  const D magic = splat(0x1.8p52), one = splat(1.0), least_t = splat(-1022.0);
+  const D magic = splat(kWideMagic), one = splat(1.0), least_t = splat(-1022.0);
   const D log2e = splat(layout::kLog2E), scale = splat(set.far_scale);
   const D unscale = splat(power_of_two(set.far_scale));  // inf: so is the sum of k3
   D x_sum = load(set.far_x), x2_sum = load(set.far_x2), abs_sum = load(set.far_abs);
@@ -107,7 +107,7 @@ inline void dequeue(Set& set, int count) {
 template <bool kNarrow>
 __attribute__((noinline)) void far_groups(Set& set, const float* x, int groups,
                                           uint16_t* histogram) {
-  const F magic = splat(0x1.8p23f), log2e = splat(1.44269504f), one = splat(1.0f);
+  const F magic = splat(kMagic), log2e = splat(1.44269504f), one = splat(1.0f);
   const F ln2_high = splat(-0.693359375f), ln2_low = splat(2.12194440e-4f);
   const F unit = splat((float)power_of_two(-set.far_scale));
   D x_sum = load(set.far_x), x2_sum = load(set.far_x2), abs_sum = load(set.far_abs);

@@ -290,7 +290,7 @@ void finish_set(const Plan& plan, Workspace& work, Set& set) {
     set.waiting = 0;
   }
   finish_calm(set);
-  if (set.mixed_groups > 0) finish_mixed(set);
+  if (set.mixed_groups > 0) settle_mixed(set);
   if (work.bins.narrow()) {
     finish_parted<true>(work, set);
   } else {
@@ -313,8 +313,8 @@ Moments reduce(const Set& set) {
   m.sums[layout::kSumNearX2] = total(set.near_x2);
   m.sums[layout::kSumNearExcess] = total(set.near_excess);
   m.sums[layout::kSumAbsX] = total(set.abs_x) + total(set.far_abs);
-  m.sums[layout::kSumFarX] = total(set.far_x);
-  m.sums[layout::kSumFarX2] = total(set.far_x2);
+  m.sums[layout::kSumFarX] = total(set.far_x) + total(set.mixed_x);
+  m.sums[layout::kSumFarX2] = total(set.far_x2) + total(set.mixed_x2);
   m.sums[layout::kSumFarK3] = total(set.far_k3);
   m.sums[layout::kSumFarW] = total(set.far_w);
   m.sums[layout::kSumFarW2] = total(set.far_w2);

@@ -7,27 +7,19 @@
 namespace pyrlstats {
 namespace {
 
-// The sums over |x| < kMixedLimit: x, |x| and x^2 in float64, in registers; in float32 what one
-// exponential gives for near and far tokens alike.
+// The sums over |x| < kMixedLimit. x and x^2 of all tokens in float64, in registers; in float32
+// what is near of them, and what one exponential gives for near and far tokens alike.
 struct MixedSums {
   // Four vectors are summed up, then four such sums: few roundings, and equal terms round little.
   static constexpr int kVectors = 4, kSettle = kLanes / 4;  // groups
-  enum { kNearK3, kNearExcess, kFarK3, kFarW, kFarW2, kSums };
-  D near_x, near_x2, far_x, far_x2, size;
+  enum { kNearX, kNearX2, kNearK3, kNearSquare, kFarK3, kFarW, kFarW2, kSize, kSums };
+  D x, x2;
   F below = splat(0.0f), above = below, far = below;  // counts, lane by lane
 
-  explicit MixedSums(const Set& set)
-      : near_x(load(set.near_x)),
-        near_x2(load(set.near_x2)),
-        far_x(load(set.far_x)),
-        far_x2(load(set.far_x2)),
-        size(load(set.abs_x)) {}
+  explicit MixedSums(const Set& set) : x(load(set.mixed_x)), x2(load(set.mixed_x2)) {}
   void store_to(Set& set) const {
-    store(set.near_x, near_x);
-    store(set.near_x2, near_x2);
-    store(set.far_x, far_x);
-    store(set.far_x2, far_x2);
-    store(set.abs_x, size);
+    store(set.mixed_x, x);
+    store(set.mixed_x2, x2);
     set.counts[layout::kCountClipLow] += count(below);
     set.counts[layout::kCountClipHigh] += count(above);
     set.counts[layout::kCountNFar] += count(far);
@@ -45,79 +37,78 @@ struct MixedSums {
   template <typename Between>
   __attribute__((always_inline)) void add(const float* x, const MixedConstants* constants, Set& set,
                                           Between between) {
-    constexpr int kAtOnce = 2;  // vectors side by side: one alone waits for itself
     F sums[kSums];
 #pragma GCC unroll 16
-    for (int i = 0; i < kGroup / kLanes; i += kAtOnce) {
+    for (int i = 0; i < kGroup / kLanes; ++i) {
       asm("" : "+r"(constants));  // operands from memory: in registers they would push the sums out
       const MixedConstants& c = *constants;
-      const F magic = splat(c.magic), one = splat(c.one);
-      F v[kAtOnce], shifted[kAtOnce], r[kAtOnce], k[kAtOnce];
-      M is_near[kAtOnce], is_far[kAtOnce];
-#pragma GCC unroll 2
-      for (int j = 0; j < kAtOnce; ++j) {
-        const float* const there = x + (i + j) * kLanes;
-        v[j] = load(there);
-        is_near[j] = less(abs(v[j]), splat(c.near_limit));
-        is_far[j] = at_least(abs(v[j]), splat(c.near_limit));
-        below = add_where(less(v[j], splat(c.clip_low)), one, below);
-        above = add_where(less(splat(c.clip_high), v[j]), one, above);
-        far = add_where(is_far[j], one, far);
-        add_where(is_near[j], v[j], there, near_x, near_x2);
-        add_where(is_far[j], v[j], there, far_x, far_x2);
-        size = size + (abs(widen(there)) + abs(widen(there + kHalf)));
-        between(2 * i + j);
-      }
-#pragma GCC unroll 2
-      for (int j = 0; j < kAtOnce; ++j) {
-        // near ones are their own remainder: what is left of ln 2 would cancel in their k3
-        shifted[j] = fma_where(is_far[j], v[j], splat(c.log2e), magic);
-        const F n = shifted[j] - magic;
-        r[j] = fma(n, splat(c.ln2_low), fma(n, splat(c.ln2_high), v[j]));
-      }
-#pragma GCC unroll 2
-      for (int j = 0; j < kAtOnce; ++j) {
-        const F r2 = r[j] * r[j], r3 = r2 * r[j];
-        const F even = fma(fma(splat(c.p[4]), r2, splat(c.p[2])), r2, splat(c.p[0]));
-        const F odd = fma(splat(c.p[3]), r2, splat(c.p[1]));
-        k[j] = fma(fma(odd, r[j], even), r3, r2 * splat(c.half));
-      }
-#pragma GCC unroll 2
-      for (int j = 0; j < kAtOnce; ++j) {
-        const F s = power_from_magic(shifted[j]), w = fma(s, r[j] + k[j], s);
-        const F k3 = fma(s, k[j], fma(s, r[j], s - one) - v[j]);  // nothing cancels
-        const F excess = fma(v[j], splat(c.two), k3);             // over k3
-        const bool first = (i + j) % kVectors == 0;
-        sums[kNearK3] =
-            first ? keep_where(is_near[j], k3) : add_where(is_near[j], k3, sums[kNearK3]);
-        sums[kNearExcess] = first ? keep_where(is_near[j], k3 * excess)
-                                  : fma_where(is_near[j], k3, excess, sums[kNearExcess]);
-        sums[kFarK3] = first ? keep_where(is_far[j], k3) : add_where(is_far[j], k3, sums[kFarK3]);
-        sums[kFarW] = first ? keep_where(is_far[j], w) : add_where(is_far[j], w, sums[kFarW]);
-        sums[kFarW2] =
-            first ? keep_where(is_far[j], w * w) : fma_where(is_far[j], w, w, sums[kFarW2]);
-        between(2 * i + kAtOnce + j);
-      }
-      if ((i + kAtOnce) % kVectors != 0) continue;
+      const float* const there = x + i * kLanes;
+      const F v = load(there), size = abs(v), one = splat(c.one);
+      const M is_near = less(size, splat(c.near_limit)),
+              is_far = at_least(size, splat(c.near_limit));
+      const F near = keep_where(is_near, v);
+      below = add_where(less(v, splat(c.clip_low)), one, below);
+      above = add_where(less(splat(c.clip_high), v), one, above);
+      far = add_where(is_far, one, far);
+      add_exactly(there);
+      between(2 * i);
+      // near ones are their own remainder: what is left of ln 2 would cancel in their k3
+      const F shifted = fma_where(is_far, v, splat(c.log2e), splat(c.magic));
+      const F n = shifted - splat(c.magic);
+      const F r = fma(n, splat(c.ln2_low), fma(n, splat(c.ln2_high), v)), r2 = r * r;
+      // exp(r) - 1 - r, near ones' k3
+      const F p =
+          fma(fma(splat(c.p[4]), r, splat(c.p[3])), r2, fma(splat(c.p[2]), r, splat(c.p[1])));
+      const F k = fma(p, r2, fma(splat(c.p[0]), r, splat(c.half))) * r2;
+      const F e = r + k, s = power_from_magic(shifted);
+      const F w = keep_where(is_far, fma(s, e, s));
+      const F k3 = keep_where(is_far, fma(s, e, (s - one) - v));
+      const bool first = i % kVectors == 0;
+      sums[kSize] = first ? size : sums[kSize] + size;
+      sums[kNearX] = first ? near : sums[kNearX] + near;
+      sums[kNearX2] = first ? near * near : fma(near, near, sums[kNearX2]);
+      sums[kNearK3] = first ? keep_where(is_near, k) : add_where(is_near, k, sums[kNearK3]);
+      sums[kNearSquare] =
+          first ? keep_where(is_near, e * e) : fma_where(is_near, e, e, sums[kNearSquare]);
+      sums[kFarK3] = first ? k3 : sums[kFarK3] + k3;
+      sums[kFarW] = first ? w : sums[kFarW] + w;
+      sums[kFarW2] = first ? w * w : fma(w, w, sums[kFarW2]);
+      between(2 * i + 1);
+      if ((i + 1) % kVectors != 0) continue;
 #pragma GCC unroll 16
-      for (int k = 0; k < kSums; ++k) store(set.mixed[k], load(set.mixed[k]) + sums[k]);
+      for (int j = 0; j < kSums; ++j) store(set.mixed[j], load(set.mixed[j]) + sums[j]);
     }
+  }
+  void add_exactly(const float* there) {
+    const D low = widen(there), high = widen(there + kHalf);
+    x = x + (low + high);
+    x2 = fma(high, high, fma(low, low, x2));
   }
 };
 
-// What the set's mixed sums hold, into the others. (A call would have the sums of add_mixed in
-// memory.)
-__attribute__((always_inline)) inline void finish_mixed(Set& set) {
+// What the set's mixed float32 sums hold, into the others. (A call would have the sums of add_mixed
+// in memory.)
+__attribute__((always_inline)) inline void settle_mixed(Set& set) {
+  using Sums = MixedSums;
   set.mixed_groups = 0;
   // The least scale that their weights, float32 unscaled, need.
   rescale_far(set, -kMixedLimit);
   const double unit = power_of_two(-set.far_scale);
-  double* const to[] = {set.near_k3, set.near_excess, set.far_k3, set.far_w, set.far_w2};
-  const double scales[] = {1, 1, 1, unit, unit * unit};
-  for (int i = 0; i < MixedSums::kSums; ++i) {
-    store(to[i], fma(widened(load(set.mixed[i])), splat(scales[i]), load(to[i])));
-    store(set.mixed[i], splat(0.0f));
-  }
+  const auto add = [&](double* to, int sum, double scale) {
+    store(to, fma(widened(load(set.mixed[sum])), splat(scale), load(to)));
+  };
+  add(set.near_x, Sums::kNearX, 1);
+  add(set.near_x2, Sums::kNearX2, 1);
+  add(set.near_k3, Sums::kNearK3, 1);
+  add(set.near_excess, Sums::kNearSquare, 1);
+  add(set.near_excess, Sums::kNearX2, -1);
+  add(set.far_x, Sums::kNearX, -1);  // of the sum over all
+  add(set.far_x2, Sums::kNearX2, -1);
+  add(set.far_k3, Sums::kFarK3, 1);
+  add(set.far_w, Sums::kFarW, unit);
+  add(set.far_w2, Sums::kFarW2, unit * unit);
+  add(set.abs_x, Sums::kSize, 1);
+  for (auto& sum : set.mixed) store(sum, splat(0.0f));
 }
 
 // Is a quarter of the group far? Where few are, packing them is quicker.
@@ -167,7 +158,7 @@ __attribute__((noinline)) int add_mixed(Workspace& work, const Source source, in
     sums.add(work.mixed_x, &work.mixed_constants, set, [&](int i) __attribute__((always_inline)) {
       drain<kHalf>(indices.last, i * kHalf, indices.histogram);
     });
-    if (++set.mixed_groups == MixedSums::kSettle) finish_mixed(set);
+    if (++set.mixed_groups == MixedSums::kSettle) settle_mixed(set);
     indices.turn(set.histogram);
   }
   sums.store_to(set);

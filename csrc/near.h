@@ -103,11 +103,12 @@ struct CalmSums {
 
   template <typename Between>
   __attribute__((always_inline)) void add(const Group& group, Between between) {
-    Pairwise cubes, fourths;
+    Pairwise sizes, cubes, fourths;
 #pragma GCC unroll 16
     for (int i = 0; i < kGroup / kLanes; ++i) {
       const F v = group.x[i];
       add_exactly(v);
+      sizes.add(i, abs(v));
       between(2 * i);
       const F v2 = v * v, v3 = v2 * v, v4 = v2 * v2;
       fourths.add(i, v4);
@@ -117,13 +118,13 @@ struct CalmSums {
       cubes.add(i, v3);
       between(2 * i + 1);
     }
+    size = size + widened(sizes.sum());
     x3 = x3 + widened(cubes.sum());
     s4 = s4 + fourths.sum();
   }
   void add_exactly(F v) {
     const D low = low_half(v), high = high_half(v);
     x = x + (low + high);
-    size = size + (abs(low) + abs(high));
     x2 = fma(high, high, fma(low, low, x2));
   }
   void end_group(Set& set) {

@@ -24,8 +24,10 @@ struct alignas(64) Set {
   double far_x[kHalf], far_x2[kHalf], far_abs[kHalf], far_k3[kHalf], far_w[kHalf], far_w2[kHalf];
   double calm_x2[kHalf], calm_x3[kHalf];  // of tokens below kCalmLimit (near.h), and of a few
   float calm[4][kLanes];                  // groups of them the sums of x^4, .., x^7
-  // of a few groups with far tokens (mixed.h): near k3, near excess, far k3, w, w^2
-  float mixed[5][kLanes];
+  // of groups with far tokens (mixed.h): x and x^2 of all their tokens; of a few of these groups
+  // sums of both kinds of tokens
+  double mixed_x[kHalf], mixed_x2[kHalf];
+  float mixed[8][kLanes];
   float min_x[kLanes], max_x[kLanes];  // of all chunks since `seen`: an extremum may be told twice
   int calm_groups, mixed_groups;       // how many these are
   uint16_t watch;    // groups with an upper half of |x| from here on need a closer look
@@ -56,10 +58,10 @@ struct Pending {
 
 // Constants of mixed.h, side by side in memory.
 struct MixedConstants {
-  float magic = 0x1.8p23f, log2e = 1.44269504f, ln2_high = -0.693359375f, ln2_low = 2.12194440e-4f;
+  float magic = kMagic, log2e = 1.44269504f, ln2_high = -0.693359375f, ln2_low = 2.12194440e-4f;
   // exp(r) - 1 - r = r^2 / 2 + r^3 p(r), |r| < 0.5, within 3e-8
   float p[5] = {0.16666666f, 0.0416660f, 0.0083334801f, 0.0013975332f, 0.00019863353f};
-  float half = 0.5f, one = 1, two = 2, near_limit = kNearLimit, clip_low, clip_high;
+  float half = 0.5f, one = 1, near_limit = kNearLimit, clip_low, clip_high;
 };
 
 struct Workspace {
@@ -261,7 +263,7 @@ void touch(Workspace& work, int index) {
   const D none = splat(0.0);
   double* const sums[] = {set.near_x, set.near_x2, set.near_k3, set.near_excess, set.abs_x,
                           set.far_x,  set.far_x2,  set.far_abs, set.far_k3,      set.far_w,
-                          set.far_w2, set.calm_x2, set.calm_x3};
+                          set.far_w2, set.calm_x2, set.calm_x3, set.mixed_x,     set.mixed_x2};
   for (double* sum : sums) store(sum, none);
   for (int i = 0; i < 4; ++i) store(set.calm[i], splat(i < 1 ? 0.0f : kCalmStart));
   for (auto& sum : set.mixed) store(sum, splat(0.0f));

@@ -21,10 +21,9 @@ inline F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
 inline F min(F a, F b) { return _mm256_min_ps(a, b); }
 inline F max(F a, F b) { return _mm256_max_ps(a, b); }
 inline F abs(F v) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), v); }
-// 2^n from t = n + 1.5 * 2^23, n in [-126, 127]
+// 2^n from t = n + kMagic, n in [-126, 127]
 inline F power_from_magic(F t) {
-  const __m256i bits = _mm256_slli_epi32(_mm256_castps_si256(t), 23);
-  return _mm256_castsi256_ps(_mm256_add_epi32(bits, _mm256_set1_epi32(0x3f800000)));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(t), 23));
 }
 
 // --- lane masks
@@ -81,21 +80,13 @@ inline D high_half(F v) { return _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1)); }
 // kLanes / 2 floats at p
 inline D widen(const float* p) { return _mm256_cvtps_pd(_mm_loadu_ps(p)); }
 inline D fma(D a, D b, D c) { return _mm256_fmadd_pd(a, b, c); }
-// Adds the lanes of v in m, and their squares.
-inline void add_where(M m, F v, const float*, D& sum, D& squares) {
-  const F kept = keep_where(m, v);
-  const D low = low_half(kept), high = high_half(kept);
-  sum = sum + (low + high);
-  squares = fma(high, high, fma(low, low, squares));
-}
 inline D abs(D v) { return _mm256_andnot_pd(_mm256_set1_pd(-0.0), v); }
 inline D max(D a, D b) { return _mm256_max_pd(a, b); }
 inline D keep_where(D v, D mask) { return _mm256_and_pd(v, mask); }
 inline D keep_at_least(D v, D a, D b) { return _mm256_and_pd(v, _mm256_cmp_pd(a, b, _CMP_GE_OQ)); }
-// 2^n from t = n + 1.5 * 2^52, n in [-1022, 1023]
+// 2^n from t = n + kWideMagic, n in [-1022, 1023]
 inline D power_from_magic(D t) {
-  const __m256i bits = _mm256_slli_epi64(_mm256_castpd_si256(t), 52);
-  return _mm256_castsi256_pd(_mm256_add_epi64(bits, _mm256_set1_epi64x(0x3ff0000000000000)));
+  return _mm256_castsi256_pd(_mm256_slli_epi64(_mm256_castpd_si256(t), 52));
 }
 
 // --- uint16 lanes, twice as many

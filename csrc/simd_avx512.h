@@ -21,10 +21,9 @@ inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 inline F min(F a, F b) { return _mm512_min_ps(a, b); }
 inline F max(F a, F b) { return _mm512_max_ps(a, b); }
 inline F abs(F v) { return _mm512_abs_ps(v); }
-// 2^n from t = n + 1.5 * 2^23, n in [-126, 127]
+// 2^n from t = n + kMagic, n in [-126, 127]
 inline F power_from_magic(F t) {
-  const __m512i bits = _mm512_slli_epi32(_mm512_castps_si512(t), 23);
-  return _mm512_castsi512_ps(_mm512_add_epi32(bits, _mm512_set1_epi32(0x3f800000)));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(t), 23));
 }
 
 // --- lane masks
@@ -32,7 +31,8 @@ inline M less(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
 inline M at_least(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
 inline F keep_where(M m, F v) { return _mm512_maskz_mov_ps(m, v); }
 // sum + v, sum + a b where m, else the sum
-inline F add_where(M m, F v, F sum) { return _mm512_mask_add_ps(sum, m, sum, v); }
+// (GCC copies the sum before an addition by mask)
+inline F add_where(M m, F v, F sum) { return _mm512_mask3_fmadd_ps(v, splat(1.0f), sum, m); }
 inline F fma_where(M m, F a, F b, F sum) { return _mm512_mask3_fmadd_ps(a, b, sum, m); }
 inline uint32_t mask_bits(M m) { return m; }
 // x that is not finite, or not zero and below kTiny
@@ -61,25 +61,15 @@ inline D high_half(F v) { return _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1)); 
 // kLanes / 2 floats at p: one instruction less than from a register
 inline D widen(const float* p) { return _mm512_cvtps_pd(_mm256_loadu_ps(p)); }
 inline D fma(D a, D b, D c) { return _mm512_fmadd_pd(a, b, c); }
-// Adds the lanes in m, and their squares; x: the same lanes in memory.
-inline void add_where(M m, F, const float* x, D& sum, D& squares) {
-  const D low = widen(x), high = widen(x + kLanes / 2);
-  const __mmask8 m_low = (__mmask8)m, m_high = (__mmask8)(m >> 8);
-  sum = _mm512_mask_add_pd(sum, m_low, sum, low);
-  sum = _mm512_mask_add_pd(sum, m_high, sum, high);
-  squares = _mm512_mask3_fmadd_pd(low, low, squares, m_low);
-  squares = _mm512_mask3_fmadd_pd(high, high, squares, m_high);
-}
 inline D abs(D v) { return _mm512_abs_pd(v); }
 inline D max(D a, D b) { return _mm512_max_pd(a, b); }
 inline D keep_where(D v, D mask) { return _mm512_and_pd(v, mask); }
 inline D keep_at_least(D v, D a, D b) {
   return _mm512_maskz_mov_pd(_mm512_cmp_pd_mask(a, b, _CMP_GE_OQ), v);
 }
-// 2^n from t = n + 1.5 * 2^52, n in [-1022, 1023]
+// 2^n from t = n + kWideMagic, n in [-1022, 1023]
 inline D power_from_magic(D t) {
-  const __m512i bits = _mm512_slli_epi64(_mm512_castpd_si512(t), 52);
-  return _mm512_castsi512_pd(_mm512_add_epi64(bits, _mm512_set1_epi64(0x3ff0000000000000)));
+  return _mm512_castsi512_pd(_mm512_slli_epi64(_mm512_castpd_si512(t), 52));
 }
 
 // --- uint16 lanes, twice as many

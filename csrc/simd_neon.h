@@ -21,10 +21,9 @@ inline F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
 inline F min(F a, F b) { return vminq_f32(a, b); }
 inline F max(F a, F b) { return vmaxq_f32(a, b); }
 inline F abs(F v) { return vabsq_f32(v); }
-// 2^n from t = n + 1.5 * 2^23, n in [-126, 127]
+// 2^n from t = n + kMagic, n in [-126, 127]
 inline F power_from_magic(F t) {
-  const int32x4_t bits = vshlq_n_s32(vreinterpretq_s32_f32(t), 23);
-  return vreinterpretq_f32_s32(vaddq_s32(bits, vdupq_n_s32(0x3f800000)));
+  return vreinterpretq_f32_s32(vshlq_n_s32(vreinterpretq_s32_f32(t), 23));
 }
 
 // --- lane masks
@@ -82,13 +81,6 @@ inline D high_half(F v) { return vcvt_high_f64_f32(v); }
 // kLanes / 2 floats at p
 inline D widen(const float* p) { return vcvt_f64_f32(vld1_f32(p)); }
 inline D fma(D a, D b, D c) { return vfmaq_f64(c, a, b); }
-// Adds the lanes of v in m, and their squares.
-inline void add_where(M m, F v, const float*, D& sum, D& squares) {
-  const F kept = keep_where(m, v);
-  const D low = low_half(kept), high = high_half(kept);
-  sum = sum + (low + high);
-  squares = fma(high, high, fma(low, low, squares));
-}
 inline D abs(D v) { return vabsq_f64(v); }
 inline D max(D a, D b) { return vmaxq_f64(a, b); }
 inline D keep_where(D v, D mask) {
@@ -97,10 +89,9 @@ inline D keep_where(D v, D mask) {
 inline D keep_at_least(D v, D a, D b) {
   return vreinterpretq_f64_u64(vandq_u64(vreinterpretq_u64_f64(v), vcgeq_f64(a, b)));
 }
-// 2^n from t = n + 1.5 * 2^52, n in [-1022, 1023]
+// 2^n from t = n + kWideMagic, n in [-1022, 1023]
 inline D power_from_magic(D t) {
-  const int64x2_t bits = vshlq_n_s64(vreinterpretq_s64_f64(t), 52);
-  return vreinterpretq_f64_s64(vaddq_s64(bits, vdupq_n_s64(0x3ff0000000000000)));
+  return vreinterpretq_f64_s64(vshlq_n_s64(vreinterpretq_s64_f64(t), 52));
 }
 
 // --- uint16 lanes, twice as many

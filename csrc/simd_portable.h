@@ -26,8 +26,8 @@ inline F fma(F a, F b, F c) { return a * b + c; }
 inline F min(F a, F b) { return (F)(((I)a & (a < b)) | ((I)b & ~(a < b))); }
 inline F max(F a, F b) { return (F)(((I)a & (a > b)) | ((I)b & ~(a > b))); }
 inline F abs(F v) { return (F)((I)v & 0x7fffffff); }
-// 2^n from t = n + 1.5 * 2^23, n in [-126, 127]
-inline F power_from_magic(F t) { return (F)(((I)t << 23) + 0x3f800000); }
+// 2^n from t = n + kMagic, n in [-126, 127]
+inline F power_from_magic(F t) { return (F)((I)t << 23); }
 
 // --- lane masks
 inline M less(F a, F b) { return a < b; }
@@ -71,19 +71,12 @@ inline D high_half(F v) { return D{v[2], v[3]}; }
 // kLanes / 2 floats at p
 inline D widen(const float* p) { return D{p[0], p[1]}; }
 inline D fma(D a, D b, D c) { return a * b + c; }
-// Adds the lanes of v in m, and their squares.
-inline void add_where(M m, F v, const float*, D& sum, D& squares) {
-  const F kept = keep_where(m, v);
-  const D low = low_half(kept), high = high_half(kept);
-  sum = sum + (low + high);
-  squares = fma(high, high, fma(low, low, squares));
-}
 inline D abs(D v) { return (D)((L)v & 0x7fffffffffffffff); }
 inline D keep_where(D v, D mask) { return (D)((L)v & (L)mask); }
 inline D keep_at_least(D v, D a, D b) { return (D)((L)v & (L)(a >= b)); }
 inline D max(D a, D b) { return (D)(((L)a & (L)(a > b)) | ((L)b & ~(L)(a > b))); }
-// 2^n from t = n + 1.5 * 2^52, n in [-1022, 1023]
-inline D power_from_magic(D t) { return (D)(((L)t << 52) + 0x3ff0000000000000); }
+// 2^n from t = n + kWideMagic, n in [-1022, 1023]
+inline D power_from_magic(D t) { return (D)((L)t << 52); }
 
 // --- uint16 lanes, twice as many
 inline H load(const uint8_t* p) {

@@ -43,6 +43,10 @@ struct Operand {
 // tokens are taken one at a time.
 constexpr uint32_t kTiny = 0x00800000;
 
+// n + kMagic is rounded to whole n, whose biased exponent is then in its lowest bits.
+constexpr float kMagic = 0x1.8p23f + 127;
+constexpr double kWideMagic = 0x1.8p52 + 1023;
+
 constexpr int kMaxMasks =
     63;  // masks of one pass: one bit each in a set's key: never kernel.inl's kNone
 

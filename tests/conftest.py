@@ -204,14 +204,10 @@ class Oracle:
             got, want = state.maximum(name) + 0.0, wanted.maximum(name) + 0.0
             if not np.array_equal(got.view(np.int64), want.view(np.int64)):
                 problems.append(f"{name}: got {got}, wanted {want}")
-        for name in SUMS:
-            got, want = state.sum(name), wanted.sum(name)
+        for name, bound in _sum_bounds(wanted, magnitudes).items():
+            got, want = _sum(state, name), _sum(wanted, name)
             with np.errstate(invalid="ignore"):
-                scale = magnitudes.sum(name) if name in SIGNED else np.abs(want)
-                bound = SUM_BOUNDS.get(name, OTHER_SUMS) * scale + SMALLEST
-                if name == "near_excess":  # only ever added to near_x2, which is known to so many digits
-                    bound += SUM_BOUNDS["near_x2"] * wanted.sum("near_x2")
-                wrong = ~((got == want) | (np.abs(got - want) <= bound))
+                wrong = ~((got == want) | (np.abs(got - want) <= bound + SMALLEST))
             if wrong.any():
                 problems.append(
                     f"{name}: got {got[wrong][:5]}, wanted {want[wrong][:5]}, error over {bound[wrong][:5]}"
@@ -222,10 +218,7 @@ class Oracle:
 COUNTS_AND_HISTOGRAM = (*pyrlstats.layout.COUNTS, "histogram")
 SUMS = pyrlstats.layout.SUMS
 MAXIMA = pyrlstats.layout.MAXIMA
-SIGNED = ("near_x", "far_x", "near_excess")  # bounded relative to the sum of their magnitudes
-OTHER_SUMS = 5e-7  # relative
-SUM_BOUNDS = dict.fromkeys(("near_x", "near_x2", "far_x", "far_x2"), 1e-12)
-SUM_BOUNDS["near_excess"] = OTHER_SUMS / 1.8  # terms of +abs(x) are at most 1.8 times those of -abs(x)
+EXACT, OTHER_SUMS = 1e-12, 5e-7  # relative
 SMALLEST = 1e-300  # the last digits of subnormal weights are nobody's promise
 
 
@@ -234,6 +227,24 @@ def as_numpy(array: Any) -> np.ndarray:
     if isinstance(array, np.ndarray):
         return array
     return (array.float() if array.dtype == torch.bfloat16 else array).detach().numpy()
+
+
+def _sum(state: State, name: str) -> np.ndarray:
+    return state.sum(f"near_{name}") + state.sum(f"far_{name}") if name in ("x", "x2") else state.sum(name)
+
+
+def _sum_bounds(wanted: State, magnitudes: State) -> dict[str, np.ndarray]:
+    """How far off each sum of a slice may be; ``x`` and ``x2``: of near and far tokens together."""
+    bounds = {name: OTHER_SUMS * np.abs(wanted.sum(name)) for name in SUMS}
+    # beside far tokens near ones' may be known to fewer digits, as long as far ones' make up for it
+    part = np.where(wanted.count("n_far") > 0, OTHER_SUMS, EXACT)
+    for name in ("x", "x2"):
+        bounds[f"near_{name}"] = part * magnitudes.sum(f"near_{name}")
+        bounds[f"far_{name}"] = part * _sum(magnitudes, name)
+        bounds[name] = EXACT * _sum(magnitudes, name)
+    # only ever added to near_x2; terms of +abs(x) are at most 1.8 times those of -abs(x)
+    bounds["near_excess"] = OTHER_SUMS / 1.8 * magnitudes.sum("near_excess") + part * wanted.sum("near_x2")
+    return bounds
 
 
 def _integers(state: State, name: str) -> np.ndarray:

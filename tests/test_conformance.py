@@ -1,6 +1,6 @@
 """Every accumulator x backend x dtype x layout in memory x kind of mask, against the reference.
 
-Integers and extrema are equal to the bit; float sums keep the bounds of ``conftest.SUM_BOUNDS``. A new backend is
+Integers and extrema are equal to the bit; float sums keep the bounds of ``conftest._sum_bounds``. A new backend is
 tested by adding its name to ``conftest.TESTED``, a new accumulator by its row in ``layout``.
 """
 
