@@ -43,10 +43,9 @@ struct MixedSums {
       asm("" : "+r"(constants));  // operands from memory: in registers they would push the sums out
       const MixedConstants& c = *constants;
       const float* const there = x + i * kLanes;
-      const F v = load(there), size = abs(v), one = splat(c.one);
+      const F v = load(there), size = abs(v), one = splat(1.0f);
       const M is_near = less(size, splat(c.near_limit)),
               is_far = at_least(size, splat(c.near_limit));
-      const F near = keep_where(is_near, v);
       below = add_where(less(v, splat(c.clip_low)), one, below);
       above = add_where(less(splat(c.clip_high), v), one, above);
       far = add_where(is_far, one, far);
@@ -55,7 +54,7 @@ struct MixedSums {
       // near ones are their own remainder: what is left of ln 2 would cancel in their k3
       const F shifted = fma_where(is_far, v, splat(c.log2e), splat(c.magic));
       const F n = shifted - splat(c.magic);
-      const F r = fma(n, splat(c.ln2_low), fma(n, splat(c.ln2_high), v)), r2 = r * r;
+      const F r = fma(n, splat(c.minus_ln2), v), r2 = r * r;
       // exp(r) - 1 - r, near ones' k3
       const F p =
           fma(fma(splat(c.p[4]), r, splat(c.p[3])), r2, fma(splat(c.p[2]), r, splat(c.p[1])));
@@ -65,8 +64,8 @@ struct MixedSums {
       const F k3 = keep_where(is_far, fma(s, e, (s - one) - v));
       const bool first = i % kVectors == 0;
       sums[kSize] = first ? size : sums[kSize] + size;
-      sums[kNearX] = first ? near : sums[kNearX] + near;
-      sums[kNearX2] = first ? near * near : fma(near, near, sums[kNearX2]);
+      sums[kNearX] = first ? keep_where(is_near, v) : add_where(is_near, v, sums[kNearX]);
+      sums[kNearX2] = first ? keep_where(is_near, v * v) : fma_where(is_near, v, v, sums[kNearX2]);
       sums[kNearK3] = first ? keep_where(is_near, k) : add_where(is_near, k, sums[kNearK3]);
       sums[kNearSquare] =
           first ? keep_where(is_near, e * e) : fma_where(is_near, e, e, sums[kNearSquare]);
