@@ -54,7 +54,9 @@ struct MixedSums {
       // near ones are their own remainder: what is left of ln 2 would cancel in their k3
       const F shifted = fma_where(is_far, v, splat(c.log2e), splat(c.magic));
       const F n = shifted - splat(c.magic);
-      const F r = fma(n, splat(c.minus_ln2), v), r2 = r * r;
+      const F r = kFused ? fma(n, splat(c.minus_ln2), v)
+                         : fma(n, splat(c.ln2_low), fma(n, splat(c.ln2_high), v));
+      const F r2 = r * r;
       // exp(r) - 1 - r, near ones' k3
       const F p =
           fma(fma(splat(c.p[4]), r, splat(c.p[3])), r2, fma(splat(c.p[2]), r, splat(c.p[1])));

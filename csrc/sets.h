@@ -59,6 +59,7 @@ struct Pending {
 // Constants of mixed.h, side by side in memory.
 struct MixedConstants {
   float magic = kMagic, log2e = 1.44269504f;
+  float ln2_high = -0.693359375f, ln2_low = 2.12194440e-4f;
   float minus_ln2 = -0.693147182f;  // 1.9e-9 off, 57 times at most: w within 2e-7, w^2 within 4e-7
   // exp(r) - 1 - r = r^2 / 2 + r^3 p(r), |r| < 0.5, within 3e-8
   float p[5] = {0.16666666f, 0.0416660f, 0.0083334801f, 0.0013975332f, 0.00019863353f};
