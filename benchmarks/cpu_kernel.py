@@ -149,7 +149,7 @@ class Case:
             wanted = reference.accumulate(x[member], Layout(), CLIP)
             if not np.array_equal(state.histogram[s], wanted["histogram"]):
                 raise SystemExit(f"{self.name}: wrong histogram")
-            for name in ("near_x2", "near_k3", "far_x", "far_w", "far_k3"):
+            for name in ("near_x2", "near_k3", "abs_x", "far_w", "far_k3"):
                 got = state.sum(name)[s]
                 if not np.isclose(got, wanted[name], rtol=5e-7, atol=1e-9):
                     raise SystemExit(f"{self.name}: {name} is {got}, not {wanted[name]}")

@@ -1,5 +1,5 @@
 // Groups with many far tokens among near ones: every vector adds to the sums of both, by masks.
-// Packing them apart takes 1.35 times as long on Laplace(1) data (Emerald Rapids; alike on Zen 4).
+// Packing them apart takes 1.5 times as long on Laplace(1) data (Emerald Rapids).
 #pragma once
 #include "far.h"
 #include "group.h"
@@ -10,7 +10,8 @@ namespace {
 // The sums over |x| < kMixedLimit. x and x^2 of all tokens in float64, in registers; in float32
 // what is near of them, and what one exponential gives for near and far tokens alike.
 struct MixedSums {
-  // Four vectors are summed up, then four such sums: few roundings, and equal terms round little.
+  // Four vectors are summed up, and then two such sums in each half of set.mixed: four roundings,
+  // and equal terms round little.
   static constexpr int kVectors = 4, kSettle = kLanes / 4;  // groups
   enum { kNearX, kNearX2, kNearK3, kNearSquare, kFarK3, kFarW, kFarW2, kSize, kSums };
   D x, x2;
@@ -54,9 +55,7 @@ struct MixedSums {
       // near ones are their own remainder: what is left of ln 2 would cancel in their k3
       const F shifted = fma_where(is_far, v, splat(c.log2e), splat(c.magic));
       const F n = shifted - splat(c.magic);
-      const F r = kFused ? fma(n, splat(c.minus_ln2), v)
-                         : fma(n, splat(c.ln2_low), fma(n, splat(c.ln2_high), v));
-      const F r2 = r * r;
+      const F r = fma(n, splat(c.ln2_low), fma(n, splat(c.ln2_high), v)), r2 = r * r;
       // exp(r) - 1 - r, near ones' k3
       const F p =
           fma(fma(splat(c.p[4]), r, splat(c.p[3])), r2, fma(splat(c.p[2]), r, splat(c.p[1])));
@@ -76,8 +75,12 @@ struct MixedSums {
       sums[kFarW2] = first ? w * w : fma(w, w, sums[kFarW2]);
       between(2 * i + 1);
       if ((i + 1) % kVectors != 0) continue;
+      const int sum = (set.mixed_groups * (kGroup / kLanes) + i) / kVectors;
+      float (*const half)[kLanes] = set.mixed[sum % 2];
 #pragma GCC unroll 16
-      for (int j = 0; j < kSums; ++j) store(set.mixed[j], load(set.mixed[j]) + sums[j]);
+      for (int j = 0; j < kSums; ++j) {
+        store(half[j], load(half[j]) + sums[j]);
+      }
     }
   }
   void add_exactly(const float* there) {
@@ -95,21 +98,23 @@ __attribute__((always_inline)) inline void settle_mixed(Set& set) {
   // The least scale that their weights, float32 unscaled, need.
   rescale_far(set, -kMixedLimit);
   const double unit = power_of_two(-set.far_scale);
-  const auto add = [&](double* to, int sum, double scale) {
-    store(to, fma(widened(load(set.mixed[sum])), splat(scale), load(to)));
-  };
-  add(set.near_x, Sums::kNearX, 1);
-  add(set.near_x2, Sums::kNearX2, 1);
-  add(set.near_k3, Sums::kNearK3, 1);
-  add(set.near_excess, Sums::kNearSquare, 1);
-  add(set.near_excess, Sums::kNearX2, -1);
-  add(set.far_x, Sums::kNearX, -1);  // of the sum over all
-  add(set.far_x2, Sums::kNearX2, -1);
-  add(set.far_k3, Sums::kFarK3, 1);
-  add(set.far_w, Sums::kFarW, unit);
-  add(set.far_w2, Sums::kFarW2, unit * unit);
-  add(set.abs_x, Sums::kSize, 1);
-  for (auto& sum : set.mixed) store(sum, splat(0.0f));
+  D sums[Sums::kSums];
+  for (int i = 0; i < Sums::kSums; ++i) {
+    const float *p = set.mixed[0][i], *q = set.mixed[1][i];
+    sums[i] = (widen(p) + widen(p + kHalf)) + (widen(q) + widen(q + kHalf));
+  }
+  const auto add = [](double* to, D sum) { store(to, load(to) + sum); };
+  add(set.near_x, sums[Sums::kNearX]);
+  add(set.near_x2, sums[Sums::kNearX2]);
+  add(set.near_k3, sums[Sums::kNearK3]);
+  add(set.near_excess, sums[Sums::kNearSquare] - sums[Sums::kNearX2]);
+  add(set.far_x, -sums[Sums::kNearX]);  // of the sum over all
+  add(set.far_x2, -sums[Sums::kNearX2]);
+  add(set.far_k3, sums[Sums::kFarK3]);
+  add(set.far_w, sums[Sums::kFarW] * splat(unit));
+  add(set.far_w2, sums[Sums::kFarW2] * splat(unit * unit));
+  add(set.abs_x, sums[Sums::kSize]);
+  clear_mixed(set);
 }
 
 // Is a quarter of the group far? Where few are, packing them is quicker.

@@ -27,7 +27,7 @@ struct alignas(64) Set {
   // of groups with far tokens (mixed.h): x and x^2 of all their tokens; of a few of these groups
   // sums of both kinds of tokens
   double mixed_x[kHalf], mixed_x2[kHalf];
-  float mixed[8][kLanes];
+  float mixed[2][8][kLanes];
   float min_x[kLanes], max_x[kLanes];  // of all chunks since `seen`: an extremum may be told twice
   int calm_groups, mixed_groups;       // how many these are
   uint16_t watch;    // groups with an upper half of |x| from here on need a closer look
@@ -58,9 +58,7 @@ struct Pending {
 
 // Constants of mixed.h, side by side in memory.
 struct MixedConstants {
-  float magic = kMagic, log2e = 1.44269504f;
-  float ln2_high = -0.693359375f, ln2_low = 2.12194440e-4f;
-  float minus_ln2 = -0.693147182f;  // 1.9e-9 off, 57 times at most: w within 2e-7, w^2 within 4e-7
+  float magic = kMagic, log2e = 1.44269504f, ln2_high = -0.693359375f, ln2_low = 2.12194440e-4f;
   // exp(r) - 1 - r = r^2 / 2 + r^3 p(r), |r| < 0.5, within 3e-8
   float p[5] = {0.16666666f, 0.0416660f, 0.0083334801f, 0.0013975332f, 0.00019863353f};
   float half = 0.5f, near_limit = kNearLimit, clip_low, clip_high;
@@ -258,6 +256,12 @@ inline void set_watch(const Workspace& work, Set& set) {
   set.watch = set.record < limit ? set.record : limit;
 }
 
+inline void clear_mixed(Set& set) {
+  for (auto& half : set.mixed) {
+    for (auto& sum : half) store(sum, splat(0.0f));
+  }
+}
+
 // First meeting of a set in this chunk. Extrema stay: found anew they would cost 0.1 cycles a
 // token.
 void touch(Workspace& work, int index) {
@@ -268,7 +272,7 @@ void touch(Workspace& work, int index) {
                           set.far_w2, set.calm_x2, set.calm_x3, set.mixed_x,     set.mixed_x2};
   for (double* sum : sums) store(sum, none);
   for (int i = 0; i < 4; ++i) store(set.calm[i], splat(i < 1 ? 0.0f : kCalmStart));
-  for (auto& sum : set.mixed) store(sum, splat(0.0f));
+  clear_mixed(set);
   set.calm_groups = set.mixed_groups = 0;
   if (!set.seen) {
     store(set.min_x, splat(__builtin_inff()));

@@ -6,7 +6,6 @@ namespace pyrlstats {
 namespace {
 
 constexpr int kLanes = 16;
-constexpr bool kFused = true;  // fma rounds once
 
 typedef __m512 F;
 typedef __m512d D;

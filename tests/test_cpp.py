@@ -456,6 +456,32 @@ def test_groups_of_every_kind_in_turn(isa: str, layout: Layout, rng: np.random.G
     check(oracle, run(x, np.zeros_like(x), masks, isa=isa, layout=layout), x, masks)
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(
+    ("first", "second", "rest", "beside_far"),
+    [
+        (39.1642494, 30.842041, 30.1488934, False),  # exp(2 x)
+        (39.5164986, 22.8678398, 21.4815445, False),  # exp(x)
+        (-0.260928988, -6.08523915e-5, -3.04260411e-5, True),  # k3 of near ones
+    ],
+)
+def test_every_addition_rounds_the_same_way(
+    isa: str, first: float, second: float, rest: float, beside_far: bool, oracle: Any
+) -> None:
+    """Lanes of sixteen tokens, a large one and many just above half its last bit, beside far ones."""
+    for lanes in (4, 8, 16):
+        group = np.repeat(np.array([first] + 3 * [second] + 12 * [rest], np.float32), lanes).reshape(16, lanes)
+        if beside_far:
+            group[:, : lanes // 4] = 0.75
+        x = np.tile(group.ravel(), 64)
+        zeros = np.zeros_like(x)
+        state = run(x, zeros, isa=isa)
+        oracle.check(state, oracle.state(x, zeros), oracle.state(np.abs(x), zeros))
+        square = float(np.sum(np.expm1(x[np.abs(x) < 0.5].astype(np.float64)) ** 2))
+        found = float(state.sum("near_x2")[0] + state.sum("near_excess")[0])
+        assert found == pytest.approx(square, rel=5e-7)
+
+
 @pytest.mark.parametrize(
     "size", [1e-40, 1e-30, 1e-5, 0.01, 0.124, 0.126, 0.3, 0.4999, 0.5, 0.65, 1.1, 40.3, 63.9, 64.1]
 )
