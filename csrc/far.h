@@ -107,8 +107,8 @@ inline void dequeue(Set& set, int count) {
 template <bool kNarrow>
 __attribute__((noinline)) void far_groups(Set& set, const float* x, int groups,
                                           uint16_t* histogram) {
-  const F magic = splat(kMagic), log2e = splat(1.44269504f), one = splat(1.0f);
-  const F ln2_high = splat(-0.693359375f), ln2_low = splat(2.12194440e-4f);
+  const F magic = splat(kMagic), log2e = splat((float)layout::kLog2E), one = splat(1.0f);
+  const F ln2_high = splat(kMinusLn2), ln2_low = splat(kMinusLn2Rest);
   const F unit = splat((float)power_of_two(-set.far_scale));
   D x_sum = load(set.far_x), x2_sum = load(set.far_x2), abs_sum = load(set.far_abs);
   D w_sum = load(set.far_w), w2_sum = load(set.far_w2), k3_sum = load(set.far_k3);

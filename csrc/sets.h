@@ -58,7 +58,8 @@ struct Pending {
 
 // Constants of mixed.h, side by side in memory.
 struct MixedConstants {
-  float magic = kMagic, log2e = 1.44269504f, ln2_high = -0.693359375f, ln2_low = 2.12194440e-4f;
+  float magic = kMagic, log2e = (float)layout::kLog2E, ln2_high = kMinusLn2,
+        ln2_low = kMinusLn2Rest;
   // exp(r) - 1 - r = r^2 / 2 + r^3 p(r), |r| < 0.5, within 3e-8
   float p[5] = {0.16666666f, 0.0416660f, 0.0083334801f, 0.0013975332f, 0.00019863353f};
   float half = 0.5f, near_limit = kNearLimit, clip_low, clip_high;

@@ -46,9 +46,10 @@ constexpr uint32_t kTiny = 0x00800000;
 // n + kMagic is rounded to whole n, whose biased exponent is then in its lowest bits.
 constexpr float kMagic = 0x1.8p23f + 127;
 constexpr double kWideMagic = 0x1.8p52 + 1023;
+// Of x - n ln 2 in float32: the first half ends in zeros, n times it is exact.
+constexpr float kMinusLn2 = -0.693359375f, kMinusLn2Rest = 2.12194440e-4f;
 
-constexpr int kMaxMasks =
-    63;  // masks of one pass: one bit each in a set's key: never kernel.inl's kNone
+constexpr int kMaxMasks = 63;  // masks of one pass, a bit each in a set's key: never kNone
 
 // Everything a kernel needs to know about one call.
 struct Plan {

@@ -1,6 +1,6 @@
 """Every accumulator x backend x dtype x layout in memory x kind of mask, against the reference.
 
-Integers and extrema are equal to the bit; float sums keep the bounds of ``conftest._sum_bounds``. A new backend is
+Integers and extrema are equal to the bit; float sums keep the bounds of ``promises.sum_bounds``. A new backend is
 tested by adding its name to ``conftest.TESTED``, a new accumulator by its row in ``layout``.
 """
 
@@ -515,5 +515,9 @@ def test_accumulating_continues_a_state(engine, oracle, rng):
     wanted = oracle.state(logp, old_logp, masks)
     x = (logp - old_logp).abs()
     oracle.check(
-        accumulator.compute().state.to_host(), wanted, oracle.state(x, torch.zeros(5000), masks), f"{engine} in pieces"
+        accumulator.compute().state.to_host(),
+        wanted,
+        oracle.state(x, torch.zeros(5000), masks),
+        f"{engine} in pieces",
+        parts=engine.parts,
     )

@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import numpy as np
+import promises
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,11 +16,9 @@ from hypothesis.extra.numpy import arrays
 import pyrlstats
 from pyrlstats import Layout, SliceAccumulator, SliceStats
 from pyrlstats.backends import tokens, torch_ops
-from pyrlstats.layout import SUMS
-from pyrlstats.state import State, words_of
+from pyrlstats.state import words_of
 
 NAMES = ("a", "b")
-SIGNED = ("near_x", "far_x", "far_x2", "x", "near_excess")
 
 log_ratios = arrays(
     np.float32,
@@ -45,19 +44,11 @@ def assert_same(got: SliceStats, wanted: SliceStats, magnitudes: SliceStats, nea
     for key, value in wanted.to_dict().items():
         if "_p" in key:
             np.testing.assert_equal(numbers[key] + 0.0, value + 0.0)
-    for name in (*SUMS, "x", "x2"):
-        found, expected, size = (sum_of(stats.state, name) for stats in (got, wanted, magnitudes))
-        if name in ("far_x", "far_x2"):  # what near ones' are off by, far ones' make up for
-            size = sum_of(magnitudes.state, name.removeprefix("far_"))
-        bound = 1e-12 if name in ("x", "x2") else near
+    for name, bound in promises.sum_bounds(wanted.state, magnitudes.state, near, near).items():
+        found, expected = promises.sum_of(got.state, name), promises.sum_of(wanted.state, name)
         with np.errstate(invalid="ignore"):
-            close = np.abs(found - expected) <= bound * (size if name in SIGNED else np.abs(expected)) + 1e-300
+            close = np.abs(found - expected) <= bound + 1e-300
         assert (close | (found == expected)).all(), name
-
-
-def sum_of(state: State, name: str) -> np.ndarray:
-    """One of the sums; ``x`` and ``x2`` are those of near and far tokens together."""
-    return state.sum(f"near_{name}") + state.sum(f"far_{name}") if name in ("x", "x2") else state.sum(name)
 
 
 @settings(max_examples=150, deadline=None)
