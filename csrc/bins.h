@@ -54,7 +54,8 @@ struct NarrowBins {
 };
 
 constexpr float kNearLimit = 0.5f;
-constexpr float kMixedLimit = 40.0f;    // exp(2 x) of a few tokens is a float32, and a normal one
+// exp(2 x) of a few tokens is a float32, and a normal one; n ln 2 in float32 is right within 5e-8
+constexpr float kMixedLimit = 16.0f;
 constexpr float kCalmLimit = 0.125f;    // below, fewer terms of exp(x) do
 constexpr float kCalmLeast = 0x1p-31f;  // from here on float32 holds x^4
 // What sums of higher powers start from: subnormal ones would take a hundred cycles each on Intel.

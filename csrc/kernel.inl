@@ -16,7 +16,7 @@ namespace {
 // Works on the full groups that wait in the set.
 void spill(const Plan& plan, Workspace& work, Set& set) {
   const int groups = set.waiting / kGroup;
-  run(plan, work, Staged{set.x}, 0, groups, set);
+  run(plan, work, staged(set.x), 0, groups, set);
   const int rest = set.waiting - groups * kGroup;
   for (int i = 0; i < rest; ++i) set.x[i] = set.x[groups * kGroup + i];
   set.waiting = rest;
@@ -153,95 +153,86 @@ int run_key(const Plan& plan, Workspace& work, const Source& source, int begin, 
   return done;
 }
 
-constexpr uint64_t kMixed = ~0ull, kNone = ~0ull - 1;
-
-// Whether a group's masks have the bytes of the group before.
-inline bool as_before(const uint8_t* const* masks, int64_t slices, int64_t group) {
-  H different = splat(uint16_t(0));
-  for (int64_t s = 0; s < slices; ++s) {
-    const uint8_t* const p = masks[s] + kGroup * group;
-    for (int i = 0; i < kGroup; i += sizeof(H)) {
-      different = different | (load(p + i) ^ load(p + i - kGroup));
-    }
-  }
-  return !any_at_least(different, splat(uint16_t(1)));
-}
-
-// Membership of a block: words of mixed groups, and each group's key: the set that all its tokens
-// belong to, or kMixed, or kNone. Returns whether any token is in any slice.
-bool stage_members(const Plan& plan, Workspace& work, int64_t begin, int64_t count) {
-  const int64_t groups = (count + kGroup - 1) / kGroup, slices = plan.slices;
-  const uint64_t tail = count % kGroup ? ~0ull >> (kGroup - count % kGroup) : ~0ull;
-  for (int64_t g = 0; g < groups; ++g) work.base[g] = g + 1 < groups ? ~0ull : tail;
+// Slice ids of a block: each group's set, or kMixed, or kNone. Returns whether any token is in any
+// slice.
+bool find_ids(const Plan& plan, Workspace& work, int64_t begin, int64_t count) {
+  const int64_t groups = groups_of(count), slices = plan.slices;
+  for (int64_t g = 0; g < groups; ++g) work.base[g] = tokens_of_group(g, count);
   if (plan.base) {
     const uint8_t* bytes = mask_bytes(*plan.base, begin, count, work.stage, work.mask_bytes);
     for (int64_t g = 0; g < groups; ++g) work.base[g] &= nonzero64(bytes + kGroup * g);
   }
   uint64_t some = 0;
-  if (plan.ids) {
-    work.ids.find(*plan.ids, slices, begin, count, work.stage);
-    work.ids.each_group([&](int64_t g, int32_t id) {
-      const bool mixed = id == kSeveralIds || id >= slices || work.base[g] != ~0ull;
-      work.keys[g] = work.base[g] == 0 ? kNone : mixed ? kMixed : id < 0 ? kNone : (uint64_t)id;
-      some |= work.keys[g] ^ kNone;
-    });
-    return some != 0;
-  }
-  const uint8_t* bytes[kMaxMasks];
-  for (int64_t s = 0; plan.masks && s < slices; ++s) {
-    bytes[s] = mask_bytes(plan.masks[s], begin, count, work.stage, work.mask_bytes + s * kBlock);
-  }
-  for (int64_t g = 0; g < groups; ++g) {
-    // Three groups of four in runs of 50 to 500 tokens: 5 % faster
-    if (plan.masks && g > 0 && work.keys[g - 1] != kMixed &&
-        (work.base[g] & work.base[g - 1]) == ~0ull && as_before(bytes, slices, g)) {
-      work.keys[g] = work.keys[g - 1];
-      for (int64_t s = 0; s < slices; ++s) __builtin_prefetch(bytes[s] + kGroup * g + kBlock, 0, 2);
-      continue;
-    }
-    uint64_t* words = work.words + g * slices;
-    uint64_t key = 0, mixed = 0;
-    for (int64_t s = 0; s < slices; ++s) {
-      const uint64_t word = (plan.masks ? nonzero64(bytes[s] + kGroup * g) : ~0ull) & work.base[g];
-      if (plan.masks)
-        __builtin_prefetch(bytes[s] + kGroup * g + kBlock, 0, 2);  // the next block's: 4 % faster
-      words[s] = word;
-      mixed |= word + 1 > 1;
-      key |= (word & 1) << s;
-    }
-    work.keys[g] = mixed ? kMixed : key ? key : kNone;
+  work.ids.find(*plan.ids, slices, begin, count, work.stage);
+  work.ids.each_group([&](int64_t g, int32_t id) {
+    const bool mixed = id == kSeveralIds || id >= slices || work.base[g] != ~0ull;
+    work.keys[g] = work.base[g] == 0 ? kNone : mixed ? kMixed : id < 0 ? kNone : (uint64_t)id;
     some |= work.keys[g] ^ kNone;
-  }
+  });
   return some != 0;
 }
 
-// The groups of a block, runs of one set at a time.
+// The groups of a block, runs of one id at a time.
 template <typename Source>
-void walk(const Plan& plan, Workspace& work, const Source& source, int groups, Moments* moments) {
+void walk_ids(const Plan& plan, Workspace& work, const Source& source, int64_t count,
+              Moments* moments) {
+  const int groups = groups_of(count);
   for (int g = 0; g < groups;) {
     const uint64_t key = work.keys[g];
     int end = g + 1;
     if (key != kMixed) {
       while (end < groups && work.keys[end] == key) ++end;
     }
-    if (plan.ids) work.ids.fetch_next(g, end);
+    work.ids.fetch_next(g, end);
     if (key != kMixed) {
       g = key == kNone ? end : g + run_key(plan, work, source, g, end - g, key);
       if (g == end) continue;
     }
-    // not of one set, or with an odd token
-    alignas(64) float x[2 * kGroup];
+    // not of one id, or with an odd token
+    alignas(64) float x[kGroup];
     source.ordered(g).store_to(x);
-    if (plan.ids) {
-      alignas(64) int32_t ids[kGroup];
-      work.ids.group(g, ids);
-      mixed_ids(plan, work, x, ids, work.base[g], moments);
-    } else {
-      uint64_t* const words = work.words + g * plan.slices;
-      for (int64_t s = 0; key != kMixed && s < plan.slices; ++s) words[s] = -(key >> s & 1);
+    alignas(64) int32_t ids[kGroup];
+    work.ids.group(g, ids);
+    mixed_ids(plan, work, x, ids, work.base[g], moments);
+    ++g;
+  }
+}
+
+// The groups of a block, one set after the other as the masks beside the tokens tell.
+template <typename Source>
+void walk_masks(const Plan& plan, Workspace& work, Source source, int64_t count) {
+  const int groups = groups_of(count), full = (int)(count / kGroup);
+  if (work.masks.masks == 1) {
+    source.mask = work.masks.bytes[0];
+  } else if (work.masks.masks > 1) {
+    source.masks = &work.masks;
+  }
+  uint64_t words[kMaxMasks];
+  for (int g = 0; g < groups;) {
+    const uint64_t key = work.masks.members(g, tokens_of_group(g, count), words);
+    if (key != kMixed && key != kNone) {
+      source.first = g;
+      g += run_key(plan, work, source, g, full - g, key);
+      if (g == full || !source.goes_on(g)) continue;
+      for (int64_t s = 0; s < plan.slices; ++s) words[s] = -(key >> s & 1);
+    }
+    if (key != kNone) {
+      // not of one set, or with an odd token
+      alignas(64) float x[2 * kGroup];
+      source.ordered(g).store_to(x);
       mixed_masks(plan, work, x, words);
     }
     ++g;
+  }
+}
+
+template <typename Source>
+void walk(const Plan& plan, Workspace& work, const Source& source, int64_t count,
+          Moments* moments) {
+  if (plan.ids) {
+    walk_ids(plan, work, source, count, moments);
+  } else {
+    walk_masks(plan, work, source, count);
   }
 }
 
@@ -252,12 +243,20 @@ bool walk_direct(const Plan& plan, Workspace& work, int64_t begin, int64_t count
   const char* a = in_place(plan.logp, begin, count);
   const char* b = in_place(plan.old_logp, begin, count);
   if (!a || !b || count % kGroup) return false;
-  walk(plan, work, Direct<T>{(const T*)a, (const T*)b}, (int)(count / kGroup), moments);
+  Direct<T> source;
+  source.a = (const T*)a;
+  source.b = (const T*)b;
+  walk(plan, work, source, count, moments);
   return true;
 }
 
 void block(const Plan& plan, Workspace& work, int64_t begin, int64_t count, Moments* moments) {
-  if (!stage_members(plan, work, begin, count)) return;
+  if (plan.ids) {
+    if (!find_ids(plan, work, begin, count)) return;
+  } else {
+    work.masks.find(plan, begin, count, work.stage, work.mask_bytes);
+    if (!work.masks.any_member(count)) return;
+  }
   if (plan.logp.dtype == plan.old_logp.dtype) {
     const int dtype = plan.logp.dtype;
     if (dtype == kFloat32 && walk_direct<float>(plan, work, begin, count, moments)) return;
@@ -265,9 +264,10 @@ void block(const Plan& plan, Workspace& work, int64_t begin, int64_t count, Mome
     if (dtype == kFloat16 && walk_direct<Float16>(plan, work, begin, count, moments)) return;
   }
   stage_x(plan, begin, count, work.stage);
-  const int groups = (int)((count + kGroup - 1) / kGroup);
-  for (int64_t i = count; i < groups * kGroup; ++i) work.stage.x[i] = 0;
-  walk(plan, work, Staged{work.stage.x}, groups, moments);
+  for (int64_t i = count; i < groups_of(count) * kGroup; ++i) work.stage.x[i] = 0;
+  Staged source;
+  source.x = work.stage.x;
+  walk(plan, work, source, count, moments);
 }
 
 // Works on what still waits in a set, the last group filled with zeros: they add to no sum, but to
@@ -282,7 +282,7 @@ void finish_set(const Plan& plan, Workspace& work, Set& set) {
       most = max(most, load(set.x + i));
     }
     for (int i = set.waiting; i < kGroup; ++i) set.x[i] = 0;
-    run(plan, work, Staged{set.x}, 0, 1, set);
+    run(plan, work, staged(set.x), 0, 1, set);
     set.counts[layout::kCountNZero] -= kGroup - set.waiting;
     store(set.min_x, least);
     store(set.max_x, most);
@@ -290,7 +290,7 @@ void finish_set(const Plan& plan, Workspace& work, Set& set) {
     set.waiting = 0;
   }
   finish_calm(set);
-  if (set.mixed_groups > 0) settle_mixed(set);
+  finish_mixed(set);
   if (work.bins.narrow()) {
     finish_parted<true>(work, set);
   } else {
@@ -363,7 +363,7 @@ void chunk(const Plan& plan, void* memory, int64_t begin, int64_t count, Moments
     block(plan, work, i, end - i < kBlock ? end - i : kBlock, moments);
   }
   for (int i = 0; i < work.touched; ++i) {
-    Set& set = work.sets[work.order[i]];
+    Set& set = work.sets[work.order[i]].set;
     finish_set(plan, work, set);
     const Moments m = reduce(set);
     each_slice(work, set, [&](int64_t slice) { add(m, moments[slice]); });

@@ -16,23 +16,20 @@ struct MixedSums {
   static constexpr int kVectors = 4, kSettle = kLanes / 4;  // groups
   enum { kNearX, kNearX2, kNearK3, kNearSquare, kFarK3, kFarW, kFarW2, kSize, kSums };
   D x, x2;
-  F below = splat(0.0f), above = below, far = below;  // counts, lane by lane
+  F below, above, far;  // counts
 
-  explicit MixedSums(const Set& set) : x(load(set.mixed_x)), x2(load(set.mixed_x2)) {}
+  explicit MixedSums(const Set& set)
+      : x(load(set.mixed_x)),
+        x2(load(set.mixed_x2)),
+        below(load(set.mixed_below)),
+        above(load(set.mixed_above)),
+        far(load(set.mixed_far)) {}
   void store_to(Set& set) const {
     store(set.mixed_x, x);
     store(set.mixed_x2, x2);
-    set.counts[layout::kCountClipLow] += count(below);
-    set.counts[layout::kCountClipHigh] += count(above);
-    set.counts[layout::kCountNFar] += count(far);
-  }
-
-  static int64_t count(F lanes) {
-    alignas(64) float counts[kLanes];
-    store(counts, lanes);
-    float sum = 0;
-    for (float n : counts) sum += n;
-    return (int64_t)sum;
+    store(set.mixed_below, below);
+    store(set.mixed_above, above);
+    store(set.mixed_far, far);
   }
 
   // The group of 64 x in memory; between(i) is called before each half of a vector, 0 the first.
@@ -56,7 +53,9 @@ struct MixedSums {
       // near ones are their own remainder: what is left of ln 2 would cancel in their k3
       const F shifted = fma_where(is_far, v, splat(c.log2e), splat(c.magic));
       const F n = shifted - splat(c.magic);
-      const F r = fma(n, splat(c.ln2_low), fma(n, splat(c.ln2_high), v)), r2 = r * r;
+      const F r = kFusedFma ? fma(n, splat(c.minus_ln2), v)
+                            : fma(n, splat(c.ln2_low), fma(n, splat(c.ln2_high), v));
+      const F r2 = r * r;
       // exp(r) - 1 - r, near ones' k3
       const F p =
           fma(fma(splat(c.p[4]), r, splat(c.p[3])), r2, fma(splat(c.p[2]), r, splat(c.p[1])));
@@ -125,50 +124,57 @@ inline bool many_far(const Group& group) {
   return count >= kGroup / 4;
 }
 
-// Groups with |x| below kMixedLimit and inside the bins, into the sums and the histogram, until
-// more than kCalmRun in a row would have gone the common way. Stops before a group that needs
-// another way; returns the number done.
+// What the set's mixed groups have left in lanes, into its sums and counts.
+inline void finish_mixed(Set& set) {
+  if (set.mixed_groups > 0) settle_mixed(set);
+  const auto count = [](const float* lanes) {
+    float sum = 0;
+    for (int i = 0; i < kLanes; ++i) sum += lanes[i];
+    return (int64_t)sum;
+  };
+  set.counts[layout::kCountClipLow] += count(set.mixed_below);
+  set.counts[layout::kCountClipHigh] += count(set.mixed_above);
+  set.counts[layout::kCountNFar] += count(set.mixed_far);
+}
+
+// Groups with |x| below kMixedLimit and inside the bins, into the sums and the histogram, until one
+// of a few has nothing far: asked of each they would pay for the answer, which is seldom another.
+// Stops before a group that needs another way; returns the number done.
 template <typename Source>
 __attribute__((noinline)) int add_mixed(Workspace& work, const Source source, int begin, int groups,
                                         Set& set) {
-  constexpr int kCalmRun = 3;
   const LookConstants constants(work);
-  const H bound = splat(work.too_large), far = splat(work.far);
-  const H limit = splat(limit_of(work, set));
-  int wide = 0, calm_run = 0;
-  int64_t zero_tokens = 0;
+  const auto watch_from = [&] { return splat(lesser(set.record, work.too_large)); };
+  H watch = watch_from();
   Indices indices(work.pending);
   MixedSums sums(set);
   int done = 0;
-  for (; done < groups && calm_run <= kCalmRun; ++done) {
+  while (done < groups && set.many_far && source.goes_on(begin + done)) {
     const Group group = source.group(begin + done);
     const Look<true, Source> look(group, constants, indices.next);
-    if (any_at_least(look.largest, bound)) break;
+    if (any_at_least(look.largest, watch)) {
+      if (any_at_least(look.largest, splat(work.too_large))) break;
+      take_extrema(set, group);
+      watch = watch_from();
+    }
     const Kind kind = look.tell(group, constants, indices.next);
-    if (kind == kOther) break;
+    if (kind != kUsual) {
+      set.many_far = kind == kOther;
+      break;
+    }
     group.store_to(work.mixed_x);
-    if (any_at_least(look.largest, splat(set.record))) {
-      take_extrema(set, Staged{work.mixed_x}.group(0));
-    }
-    if (any_at_least(look.largest, limit)) {
-      calm_run = 0;
-      wide += !any_at_least(look.largest, far);
-    } else {
-      ++calm_run;
-    }
-    if (kind == kZeros) {
-      zero_tokens += kGroup;
-      continue;
-    }
     sums.add(work.mixed_x, &work.mixed_constants, set, [&](int i) __attribute__((always_inline)) {
       drain<kHalf>(indices.last, i * kHalf, indices.histogram);
     });
-    if (++set.mixed_groups == MixedSums::kSettle) settle_mixed(set);
     indices.turn(set.histogram);
+    ++done;
+    if (++set.mixed_groups < MixedSums::kSettle) continue;
+    settle_mixed(set);
+    if (any_at_least(look.largest, splat(work.far))) continue;
+    set.many_far = false;
+    set.not_calm += any_at_least(look.largest, splat(limit_of(work, set)));
   }
   sums.store_to(set);
-  set.zeros += zero_tokens;
-  set.not_calm += wide;
   set_watch(work, set);
   indices.store_back();
   return done;

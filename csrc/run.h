@@ -64,6 +64,7 @@ __attribute__((noinline)) int prepare(const Plan& plan, Workspace& work, const S
   Clipped clipped;
   int taken = 0, calm = 0, wide = 0;
   for (; taken < groups && taken < kPrepared && calm <= kCalmGroups; ++taken) {
+    if (!source.goes_on(begin + taken)) break;
     const Group group = source.group(begin + taken);
     H top[kPairs], largest = splat(uint16_t(0)), smallest = abs_bits;
 #pragma GCC unroll 16
@@ -162,7 +163,7 @@ __attribute__((noinline)) int add_groups(Workspace& work, const Source source, i
   const H restless = splat(work.restless);
   Clipped clipped;
   int done = 0;
-  for (; done < groups; ++done) {
+  for (; done < groups && source.goes_on(begin + done); ++done) {
     const Group group = source.group(begin + done);
     const Look<kNarrow, Source> look(group, constants, indices.next);
     if (any_at_least(look.largest, bound)) break;
@@ -195,8 +196,8 @@ __attribute__((noinline)) int add_groups(Workspace& work, const Source source, i
   return done;
 }
 
-// Up to `groups` groups of `source` from group `begin` into the set. Stops before a group with an
-// odd token and returns the number done.
+// Up to `groups` groups of `source` from group `begin` into the set, as far as its run goes. Stops
+// before a group with an odd token and returns the number done.
 template <bool kNarrow, typename Source>
 int run_groups(const Plan& plan, Workspace& work, const Source& source, int begin, int groups,
                Set& set) {
@@ -212,10 +213,13 @@ int run_groups(const Plan& plan, Workspace& work, const Source& source, int begi
     return added;
   };
   while (done < groups) {
-    add(set.watch);
-    if (done == groups) break;
-    if (take_record(work, source, begin + done, set) && add(limit_of(work, set)) > 0) continue;
-    if (kNarrow && many_far(source.group(begin + done))) {
+    if (!set.many_far) {
+      add(set.watch);
+      if (done == groups || !source.goes_on(begin + done)) break;
+      if (take_record(work, source, begin + done, set) && add(limit_of(work, set)) > 0) continue;
+      set.many_far = kNarrow && many_far(source.group(begin + done));
+    }
+    if (set.many_far) {
       const int mixed = add_mixed(work, source, begin + done, groups - done, set);
       done += mixed;
       if (mixed > 0) continue;

@@ -28,6 +28,7 @@ struct alignas(64) Set {
   // sums of both kinds of tokens
   double mixed_x[kHalf], mixed_x2[kHalf];
   float mixed[2][8][kLanes];
+  float mixed_below[kLanes], mixed_above[kLanes], mixed_far[kLanes];  // counts
   float min_x[kLanes], max_x[kLanes];  // of all chunks since `seen`: an extremum may be told twice
   int calm_groups, mixed_groups;       // how many these are
   uint16_t watch;    // groups with an upper half of |x| from here on need a closer look
@@ -40,6 +41,7 @@ struct alignas(64) Set {
   uint32_t load;                    // tokens in the 16-bit histogram
   int64_t zeros;                    // of groups that are nothing else
   int waiting, near_waiting, far_waiting, queued;
+  bool many_far;        // the groups to come are expected to be mixed
   bool touched;         // in this chunk
   bool seen;            // since the last flush_all
   uint16_t* histogram;  // [NarrowBins::counters()][kTurns]; none for wide bins
@@ -50,6 +52,18 @@ struct alignas(64) Set {
   alignas(64) uint16_t queue[2 * kBuffer + kPrepared * kGroup + kGroup];
 };
 
+// A load waits for stores under way a multiple of 64 KB off, as if they were to its own address
+// (Emerald Rapids: 1.3 times the cycles where indices lay so from the counters of |x| from 2 to 4).
+// With five mantissa bits the counters of a sign are 64 KB, 256 bytes an octave: seen from a
+// histogram, 2^-24 to 2^8 lie at 0x6700 to 0x8800 of every 64 KB. The workspace and the first sets
+// lie elsewhere.
+constexpr size_t kAlias = 1 << 16, kWorkspacePlace = 0xe000, kSetsPlace = 0x8800;
+constexpr size_t kSetStride = kAlias / 2 + 0x540;  // and not all in the same lines of the L1
+struct Slot {
+  Set set;
+  char apart[kSetStride - sizeof(Set)];
+};
+
 // Histogram indices of the last group, counted while the next group is worked on.
 struct Pending {
   alignas(64) uint16_t index[2][64];  // the second is for the group in work
@@ -58,8 +72,8 @@ struct Pending {
 
 // Constants of mixed.h, side by side in memory.
 struct MixedConstants {
-  float magic = kMagic, log2e = (float)layout::kLog2E, ln2_high = kMinusLn2,
-        ln2_low = kMinusLn2Rest;
+  float magic = kMagic, log2e = (float)layout::kLog2E, minus_ln2 = -0.693147182f,
+        ln2_high = kMinusLn2, ln2_low = kMinusLn2Rest;
   // exp(r) - 1 - r = r^2 / 2 + r^3 p(r), |r| < 0.5, within 3e-8
   float p[5] = {0.16666666f, 0.0416660f, 0.0083334801f, 0.0013975332f, 0.00019863353f};
   float half = 0.5f, near_limit = kNearLimit, clip_low, clip_high;
@@ -76,7 +90,7 @@ struct Workspace {
   NarrowBins narrow;
   bool by_id;
   int slots;  // of sets
-  Set* sets;
+  Slot* sets;
   int32_t* order;  // sets in the order in which this chunk met them: sums never depend on the
                    // thread's past
   int touched, joint;
@@ -84,9 +98,11 @@ struct Workspace {
   uint64_t last_key;
   int last_set;
   uint8_t place[256];  // hash of a key -> its set, perhaps
-  uint64_t* words;     // [kBlock / 64][slices]: membership of a block
-  uint64_t base[kBlock / 64], keys[kBlock / 64];
-  uint8_t* mask_bytes;       // [slices][kBlock]: masks that are not bytes in memory
+  // of a block: its masks; or its ids, tokens of the base mask, and each group's set
+  BlockMasks masks;
+  BlockIds ids;
+  uint64_t base[kBlock / kGroup], keys[kBlock / kGroup];
+  uint8_t* mask_bytes;       // [slices + 1][kBlock]: masks that are not bytes in memory
   int64_t* slice_histogram;  // [slices][2P], the state's order
   int64_t* target;  // what `flush` adds to: slice_histogram, or the state's own at the very end
   bool dirty;       // slice_histogram is not all zeros
@@ -99,25 +115,30 @@ struct Workspace {
       low;  // greatest upper half of |x| that may be a zero's, tiny, below the bins or kCalmLeast
   uint16_t beyond;     // upper half of the least |x| that is above the bins or not finite
   uint16_t too_large;  // that, or kMixedLimit's
-  BlockIds ids;
   Stage stage;
 };
 
 inline size_t page(size_t bytes) { return (bytes + 4095) / 4096 * 4096; }
 
+// The least offset from `bytes` on that lies at `place` of 64 KB, the workspace itself at
+// kWorkspacePlace.
+inline size_t aligned_as(size_t bytes, size_t place) {
+  const size_t offset = (place + kAlias - kWorkspacePlace) % kAlias;
+  return offset + (bytes - offset + kAlias - 1) / kAlias * kAlias;
+}
+
 struct Sizes {
   int slots;
-  size_t sets, order, words, mask_bytes, slice_zeros, slice_histogram, histogram, histograms, total;
+  size_t sets, order, mask_bytes, slice_zeros, slice_histogram, histogram, histograms, total;
   explicit Sizes(const Plan& plan) {
     const Bins bins(plan);
     slots = (int)(plan.ids ? plan.slices : 2 * (plan.slices + kJointSets));
-    sets = page(sizeof(Workspace));
-    order = sets + page(sizeof(Set) * slots);
-    words = order + page(sizeof(int32_t) * slots);
-    mask_bytes = words + page(sizeof(uint64_t) * (kBlock / 64) * plan.slices);
+    sets = aligned_as(sizeof(Workspace), kSetsPlace);
+    order = page(sets + sizeof(Slot) * slots);
+    mask_bytes = order + page(sizeof(int32_t) * slots);
     slice_zeros = mask_bytes + page(kBlock * (plan.ids ? 1 : plan.slices + 1));
     slice_histogram = slice_zeros + page(sizeof(int64_t) * plan.slices);
-    histograms = slice_histogram + page(sizeof(int64_t) * bins.count() * plan.slices);
+    histograms = aligned_as(slice_histogram + sizeof(int64_t) * bins.count() * plan.slices, 0);
     histogram =
         bins.narrow() ? page(sizeof(uint16_t) * kTurns * NarrowBins(bins).counters()) : 4096;
     total = histograms + histogram * (slots + 1);
@@ -132,14 +153,13 @@ inline Workspace& open(const Plan& plan, void* memory) {
   if (work.bins.narrow()) work.narrow = NarrowBins(work.bins);
   work.by_id = plan.ids != nullptr;
   work.slots = sizes.slots;
-  work.sets = (Set*)(base + sizes.sets);
+  work.sets = (Slot*)(base + sizes.sets);
   work.order = (int32_t*)(base + sizes.order);
-  work.words = (uint64_t*)(base + sizes.words);
   work.mask_bytes = (uint8_t*)(base + sizes.mask_bytes);
   work.slice_zeros = (int64_t*)(base + sizes.slice_zeros);
   work.slice_histogram = (int64_t*)(base + sizes.slice_histogram);
   for (int i = 0; i < work.slots; ++i) {
-    work.sets[i].histogram = (uint16_t*)(base + sizes.histograms + sizes.histogram * i);
+    work.sets[i].set.histogram = (uint16_t*)(base + sizes.histograms + sizes.histogram * i);
   }
   work.target = work.slice_histogram;
   work.trash = (uint16_t*)(base + sizes.histograms + sizes.histogram * work.slots);
@@ -236,8 +256,9 @@ void flush(Workspace& work, Set& set) {
 void flush_all(Workspace& work) {
   const int used = work.by_id ? work.slots : work.used;
   for (int i = 0; i < used; ++i) {
-    if (work.sets[i].load) flush(work, work.sets[i]);
-    work.sets[i].seen = false;
+    Set& set = work.sets[i].set;
+    if (set.load) flush(work, set);
+    set.seen = false;
   }
   work.used = 0;
   work.last_set = -1;
@@ -252,9 +273,10 @@ constexpr int kNotCalm = 4;
 inline uint16_t limit_of(const Workspace& work, const Set& set) {
   return set.not_calm < kNotCalm ? work.not_calm : work.far;
 }
+inline uint16_t lesser(uint16_t a, uint16_t b) { return a < b ? a : b; }
 inline void set_watch(const Workspace& work, Set& set) {
   const uint16_t limit = limit_of(work, set);
-  set.watch = set.record < limit ? set.record : limit;
+  set.watch = lesser(set.record, limit);
 }
 
 inline void clear_mixed(Set& set) {
@@ -266,7 +288,7 @@ inline void clear_mixed(Set& set) {
 // First meeting of a set in this chunk. Extrema stay: found anew they would cost 0.1 cycles a
 // token.
 void touch(Workspace& work, int index) {
-  Set& set = work.sets[index];
+  Set& set = work.sets[index].set;
   const D none = splat(0.0);
   double* const sums[] = {set.near_x, set.near_x2, set.near_k3, set.near_excess, set.abs_x,
                           set.far_x,  set.far_x2,  set.far_abs, set.far_k3,      set.far_w,
@@ -274,6 +296,9 @@ void touch(Workspace& work, int index) {
   for (double* sum : sums) store(sum, none);
   for (int i = 0; i < 4; ++i) store(set.calm[i], splat(i < 1 ? 0.0f : kCalmStart));
   clear_mixed(set);
+  float* const counts[] = {set.mixed_below, set.mixed_above, set.mixed_far};
+  for (float* count : counts) store(count, splat(0.0f));
+  set.many_far = false;
   set.calm_groups = set.mixed_groups = 0;
   if (!set.seen) {
     store(set.min_x, splat(__builtin_inff()));
@@ -297,16 +322,16 @@ inline Set* find(Workspace& work, uint64_t key) {
   int index = work.last_set;
   if (work.by_id) {
     index = (int)key;
-    work.sets[index].key = key;
+    work.sets[index].set.key = key;
   } else if (index < 0 || work.last_key != key) {
     uint8_t& place = work.place[key * 0x9e3779b97f4a7c15 >> 56];
     index = place;
-    if (index >= work.used || work.sets[index].key != key) {
-      for (index = 0; index < work.used && work.sets[index].key != key;) ++index;
+    if (index >= work.used || work.sets[index].set.key != key) {
+      for (index = 0; index < work.used && work.sets[index].set.key != key;) ++index;
       place = (uint8_t)index;
     }
   }
-  Set& set = work.sets[index];
+  Set& set = work.sets[index].set;
   const bool known = work.by_id || index < work.used;
   if (!known || !set.touched) {
     const bool joint = !work.by_id && (key & (key - 1));
