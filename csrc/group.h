@@ -9,8 +9,7 @@ namespace {
 struct Indices {
   Pending& pending;
   uint16_t* histogram;
-  const uint16_t* last;
-  uint16_t* next;
+  uint16_t *last, *next;
 
   explicit Indices(Pending& pending)
       : pending(pending),
@@ -19,8 +18,9 @@ struct Indices {
         next(pending.index[1]) {}
   void turn(uint16_t* counted) {
     histogram = counted;
+    uint16_t* const free = last;
     last = next;
-    next = pending.index[next == pending.index[0]];
+    next = free;
   }
   void store_back() const {
     if (last != pending.index[0]) __builtin_memcpy(pending.index[0], last, sizeof pending.index[0]);

@@ -352,15 +352,31 @@ void add(const Moments& from, Moments& to) {
   to.far_scale = scale;
 }
 
+// Whether these tokens, however many, can be walked through where they lie.
+bool nothing_to_stage(const Plan& plan, int64_t begin, int64_t count) {
+  const auto lies = [&](const Operand& op) { return in_place(op, begin, count) != nullptr; };
+  const auto bytes_lie = [&](const Operand& mask) {
+    return kItemSize[mask.dtype] == 1 && lies(mask);
+  };
+  if (plan.ids || count % kGroup || plan.logp.dtype == kFloat64) return false;
+  if (plan.logp.dtype != plan.old_logp.dtype || !lies(plan.logp) || !lies(plan.old_logp)) {
+    return false;
+  }
+  for (int64_t s = 0; plan.masks && s < plan.slices; ++s) {
+    if (!bytes_lie(plan.masks[s])) return false;
+  }
+  return !plan.base || bytes_lie(*plan.base);
+}
+
 void chunk(const Plan& plan, void* memory, int64_t begin, int64_t count, Moments* moments) {
   Workspace& work = open(plan, memory);
   for (int64_t s = 0; s < plan.slices; ++s) clear(moments[s]);
   if (!work.by_id && work.used + kJointSets + plan.slices > work.slots) flush_all(work);
   work.touched = work.joint = 0;
   work.last_set = -1;
-  const int64_t end = begin + count;
-  for (int64_t i = begin; i < end; i += kBlock) {
-    block(plan, work, i, end - i < kBlock ? end - i : kBlock, moments);
+  const int64_t end = begin + count, step = nothing_to_stage(plan, begin, count) ? count : kBlock;
+  for (int64_t i = begin; i < end; i += step) {
+    block(plan, work, i, end - i < step ? end - i : step, moments);
   }
   for (int i = 0; i < work.touched; ++i) {
     Set& set = work.sets[work.order[i]].set;

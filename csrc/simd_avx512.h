@@ -81,8 +81,9 @@ inline H splat(uint16_t v) { return _mm512_set1_epi16((short)v); }
 // The upper halves of the lanes of both, in an order of its own
 inline H top_halves(F a, F b) {
   const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(a), 16);
-  return _mm512_ternarylogic_epi32(_mm512_set1_epi32((int)0xffff0000), _mm512_castps_si512(b), low,
-                                   0xCA);
+  // (into the operand that nobody needs any more: no copy)
+  return _mm512_ternarylogic_epi32(low, _mm512_castps_si512(b), _mm512_set1_epi32((int)0xffff0000),
+                                   0xD8);
 }
 inline H min(H a, H b) { return _mm512_min_epu16(a, b); }
 inline H max(H a, H b) { return _mm512_max_epu16(a, b); }
