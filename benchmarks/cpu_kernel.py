@@ -44,6 +44,7 @@ from pyrlstats.state import State
 CLIP = (0.2, 0.2)
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999, 0.9999)
 CALL = 1 << 22  # tokens of a timed call
+COMPARED = 1 << 23  # tokens of a comparison with what users have
 
 READER = r"""
 #include <cstddef>
@@ -329,6 +330,22 @@ def naive_torch(case: Case, n: int) -> None:
             torch.quantile(part, torch.tensor(QUANTILES))
 
 
+def whole_torch(case: Case, n: int) -> None:
+    """The same for every figure that one pass of ours gives: quantiles of abs(x) and counts too."""
+    for mask in case.masks or []:
+        x = (case.logp[:n] - case.old_logp[:n])[mask[:n]]
+        finite = torch.isfinite(x)
+        _ = (x.isnan().sum(), x.isposinf().sum(), x.isneginf().sum(), (x == 0).sum())
+        x = x[finite]
+        w, size = x.exp(), x.abs()
+        _ = (x.mean(), x.std(), x.min(), x.max(), size.mean(), (x * x).mean(), (torch.expm1(x) - x).mean())
+        total = w.sum()
+        _ = (w.std(), w.max(), w.min(), total**2 / (w * w).sum(), total / w.max(), (w < 0.8).sum(), (w > 1.2).sum())
+        for values in (x, size):
+            for part in values.split(1 << 23):
+                torch.quantile(part, torch.tensor(QUANTILES))
+
+
 def masked_torch(case: Case, n: int) -> None:
     """Masked reductions and torch.histc: no quantiles."""
     for mask in case.masks or []:
@@ -363,7 +380,7 @@ def numba_backend() -> Callable[..., None] | None:
 def comparisons(cases: list[Case], threads: list[int], rounds: int) -> list[dict[str, Any]]:
     rows = []
     numba = numba_backend()
-    n = min(CALL, cases[0].logp.numel())
+    n = min(COMPARED, cases[0].logp.numel())
     for case in [case for case in cases if case.name in ("f32, 1 slice, Gaussian", "f32, 4 slices in runs")]:
         state = case.state()
         batch = case.part(0, n)
@@ -372,6 +389,7 @@ def comparisons(cases: list[Case], threads: list[int], rounds: int) -> list[dict
             calls: dict[str, Callable[[], object]] = {
                 "engine": lambda b=batch, s=state, c=count: cpp.accumulate(b, s, c),
                 "plain torch": lambda c=case: naive_torch(c, n),
+                "plain torch, every figure": lambda c=case: whole_torch(c, n),
                 "masked torch": lambda c=case: masked_torch(c, n),
                 "NumPy": lambda c=case: numpy_version(c, n),
             }
@@ -452,6 +470,26 @@ def one_process(case: Case, reader: Reader, alone: float, seconds: float = 5.0) 
     return statistics.median(times) / CALL * 1e9 if len(times) >= 5 else float("nan")
 
 
+def octaves(rng: np.random.Generator, rounds: int) -> dict[str, float]:
+    """Tokens of one octave each: what the loops read must not lie where a load waits for the counters it hits."""
+    n = 1 << 16  # in cache: nothing but the core's own work
+    old = own(torch.zeros(n))
+    ones = own(torch.ones(n, dtype=torch.bool))
+    cases = {}
+    for exponent in range(-20, -3):  # of abs(x) from 1e-6 to 0.1, which goes one way
+        x = rng.uniform(2.0**exponent, 2.0 ** (exponent + 1), n) * rng.choice([-1, 1], n)
+        cases[exponent] = Case(f"2^{exponent}", own(torch.from_numpy(x.astype(np.float32))), old, [ones])
+    calls = {exponent: _engine_call(case, case.state(), 0) for exponent, case in cases.items()}
+    times: dict[int, list[float]] = {exponent: [] for exponent in calls}
+    for _ in range(20 * rounds):
+        for exponent, call in calls.items():
+            times[exponent].append(timed(call) / n * 1e9)
+    best = {exponent: statistics.quantiles(values, n=10)[0] for exponent, values in times.items()}
+    slowest = max(best, key=best.__getitem__)
+    least, greatest = min(best.values()), best[slowest]
+    return {"least_ns": least, "greatest_ns": greatest, "greatest_of_exponent": slowest, "spread": greatest / least - 1}
+
+
 def fresh_processes(count: int, reader: Reader) -> dict[str, float]:
     """The first case in fresh processes: placement in memory must not matter."""
     alone = 0.85 * statistics.quantiles([reader.operations_a_cycle() for _ in range(200)], n=10)[-1]
@@ -501,7 +539,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, nargs="*", default=None, help="for scaling; default 1, 2, 4, ..")
     parser.add_argument("--fresh", type=int, default=20, help="number of fresh processes")
-    parser.add_argument("--only", nargs="*", default=["single", "compare", "scaling", "small", "fresh"])
+    parser.add_argument("--only", nargs="*", default=["single", "compare", "scaling", "small", "octaves", "fresh"])
     parser.add_argument("--json", help="write the results here too")
     parser.add_argument("--one", type=float, help="print ns a token of the first case at so many operations a cycle")
     options = parser.parse_args()
@@ -535,8 +573,13 @@ def main() -> None:
     if "small" in options.only:
         torch.set_num_threads(1)
         by_name = {case.name: case for case in cases}
-        results["4096 tokens, 4 slices, us"] = small_calls(by_name["f32, 4 slices in runs"], options.rounds)
+        with quietest_cpu(reader):
+            results["4096 tokens, 4 slices, us"] = small_calls(by_name["f32, 4 slices in runs"], options.rounds)
         show("4,096 tokens, 4 slices, microseconds", [results["4096 tokens, 4 slices, us"]])
+    if "octaves" in options.only:
+        with quietest_cpu(reader):
+            results["octaves"] = octaves(rng, options.rounds)
+        show("Tokens of one octave of |x|", [results["octaves"]])
     if "fresh" in options.only and options.fresh:
         with quietest_cpu(reader):
             results["fresh processes"] = fresh_processes(options.fresh, reader)

@@ -52,17 +52,20 @@ struct alignas(64) Set {
   alignas(64) uint16_t queue[2 * kBuffer + kPrepared * kGroup + kGroup];
 };
 
-// A load waits for stores under way a multiple of 64 KB off, as if they were to its own address
-// (Emerald Rapids: 1.3 times the cycles where indices lay so from the counters of |x| from 2 to 4).
-// With five mantissa bits the counters of a sign are 64 KB, 256 bytes an octave: seen from a
-// histogram, 2^-24 to 2^8 lie at 0x6700 to 0x8800 of every 64 KB. The workspace and the first sets
-// lie elsewhere.
-constexpr size_t kAlias = 1 << 16, kWorkspacePlace = 0xe000, kSetsPlace = 0x8800;
+// A load waits for stores under way a multiple of 64 KB off, as if they were to its own address:
+// where the indices lie so from the counters that the data hit, a token takes 7 cycles instead of
+// 1.4 (Emerald Rapids). So everything has its place in 64 KB: the counters inside the window end at
+// kCountersEnd (256 bytes an octave and a sign, 8 KB by default), the workspace and the first sets
+// keep away from them.
+constexpr size_t kAlias = 1 << 16, kCountersEnd = 0x8700, kSetsPlace = 0x8800;
+constexpr size_t kWorkspacePlace = 0xe000, kCountersBegin = kCountersEnd - 0x2000;
 constexpr size_t kSetStride = kAlias / 2 + 0x540;  // and not all in the same lines of the L1
 struct Slot {
   Set set;
   char apart[kSetStride - sizeof(Set)];
 };
+static_assert(kSetsPlace >= kCountersEnd && kSetsPlace + sizeof(Set) <= kAlias);
+static_assert((kSetsPlace + kSetStride) % kAlias + sizeof(Set) <= kCountersBegin);
 
 // Histogram indices of the last group, counted while the next group is worked on.
 struct Pending {
@@ -80,8 +83,6 @@ struct MixedConstants {
 };
 
 struct Workspace {
-  // At the start of a page, where the counters of |x| around 2^-15 and 3 lie: an index that is
-  // loaded just after a count 4096 bytes away is stored has to wait for it.
   Pending pending;
   alignas(64) float mixed_x[kGroup];
   MixedConstants mixed_constants;
@@ -118,12 +119,13 @@ struct Workspace {
   Stage stage;
 };
 
+static_assert(kWorkspacePlace + offsetof(Workspace, stage) <= kAlias, "what loops read of it");
+
 inline size_t page(size_t bytes) { return (bytes + 4095) / 4096 * 4096; }
 
-// The least offset from `bytes` on that lies at `place` of 64 KB, the workspace itself at
-// kWorkspacePlace.
+// The least offset from `bytes` on at `place` of 64 KB, the workspace itself at kWorkspacePlace.
 inline size_t aligned_as(size_t bytes, size_t place) {
-  const size_t offset = (place + kAlias - kWorkspacePlace) % kAlias;
+  const size_t offset = (place - kWorkspacePlace) % kAlias;
   return offset + (bytes - offset + kAlias - 1) / kAlias * kAlias;
 }
 
@@ -138,7 +140,9 @@ struct Sizes {
     mask_bytes = order + page(sizeof(int32_t) * slots);
     slice_zeros = mask_bytes + page(kBlock * (plan.ids ? 1 : plan.slices + 1));
     slice_histogram = slice_zeros + page(sizeof(int64_t) * plan.slices);
-    histograms = aligned_as(slice_histogram + sizeof(int64_t) * bins.count() * plan.slices, 0);
+    const size_t before_window_ends = sizeof(uint16_t) * kTurns * (bins.offset + bins.per_sign);
+    histograms = aligned_as(slice_histogram + sizeof(int64_t) * bins.count() * plan.slices,
+                            kCountersEnd - before_window_ends);
     histogram =
         bins.narrow() ? page(sizeof(uint16_t) * kTurns * NarrowBins(bins).counters()) : 4096;
     total = histograms + histogram * (slots + 1);
@@ -158,11 +162,13 @@ inline Workspace& open(const Plan& plan, void* memory) {
   work.mask_bytes = (uint8_t*)(base + sizes.mask_bytes);
   work.slice_zeros = (int64_t*)(base + sizes.slice_zeros);
   work.slice_histogram = (int64_t*)(base + sizes.slice_histogram);
-  for (int i = 0; i < work.slots; ++i) {
-    work.sets[i].set.histogram = (uint16_t*)(base + sizes.histograms + sizes.histogram * i);
+  if (!work.trash) {  // new memory: every set is a page of its own to touch
+    for (int i = 0; i < work.slots; ++i) {
+      work.sets[i].set.histogram = (uint16_t*)(base + sizes.histograms + sizes.histogram * i);
+    }
+    work.trash = (uint16_t*)(base + sizes.histograms + sizes.histogram * work.slots);
   }
   work.target = work.slice_histogram;
-  work.trash = (uint16_t*)(base + sizes.histograms + sizes.histogram * work.slots);
   work.far = far_from(plan);
   work.restless = restless_from(plan);
   const uint16_t calm = upper_half(kCalmLimit);
@@ -208,6 +214,12 @@ inline void settle(Workspace& work) {
   pending.histogram = work.trash;
 }
 
+inline bool any_counted(const uint16_t* counters, int count) {
+  H some = load(counters);
+  for (int i = sizeof(H) / 2; i < count; i += sizeof(H) / 2) some = some | load(counters + i);
+  return any_at_least(some, splat(uint16_t(1)));
+}
+
 // Adds `count` bins of the set to its slices' bins `bin`, bin + step, ..; clears them.
 inline void flush_range(Workspace& work, Set& set, int from, int count, int64_t bin, int step) {
   constexpr int kStretch = 64;  // all-zero stretches are the rule
@@ -215,10 +227,9 @@ inline void flush_range(Workspace& work, Set& set, int from, int count, int64_t 
   for (int i = 0; i < count; i += kStretch) {
     const int n = count - i < kStretch ? count - i : kStretch;
     uint16_t* const p = set.histogram + kTurns * (from + i);
-    uint64_t turns[kStretch], some = 0;
+    if (n == kStretch && !any_counted(p, kTurns * kStretch)) continue;
+    uint64_t turns[kStretch];
     __builtin_memcpy(turns, p, sizeof(uint64_t) * n);
-    for (int j = 0; j < n; ++j) some |= turns[j];
-    if (!some) continue;
     __builtin_memset(p, 0, sizeof(uint64_t) * n);
     for (int j = 0; j < n; ++j) {
       const uint64_t pairs =
