@@ -34,11 +34,11 @@ void count_digits(const Plan& plan, const Digits& wanted, int64_t begin, int64_t
                   int64_t* counts) {
   Stage stage;
   const Reach reach(wanted);
-  int32_t key[kBlock];
-  uint16_t where[kBlock];
-  alignas(64) uint8_t bytes[kBlock + 64], base_bytes[kBlock + 64];
-  for (const int64_t end = begin + count; begin < end; begin += kBlock) {
-    const int n = end - begin < kBlock ? (int)(end - begin) : kBlock;
+  int32_t key[kSmallBlock];
+  uint16_t where[kSmallBlock];
+  alignas(64) uint8_t bytes[kSmallBlock + 64], base_bytes[kSmallBlock + 64];
+  for (const int64_t end = begin + count; begin < end; begin += kSmallBlock) {
+    const int n = end - begin < kSmallBlock ? (int)(end - begin) : kSmallBlock;
     stage_x(plan, begin, n, stage);
     for (int i = 0; i < n; ++i) key[i] = key_of(stage.x[i], wanted.absolute);
     int found = 0;

@@ -9,13 +9,13 @@ namespace {
 
 struct GroupStage {
   Stage stage;
-  double x[kBlock], logp[kBlock], old_logp[kBlock], advantage[kBlock];
-  double mantissa[kBlock];  // exp(x) = mantissa 2^exponent
-  double exponent[kBlock];
-  double p[kBlock], q[kBlock];
-  int64_t sequence[kBlock];
-  int32_t members[kBlock], finite[kBlock];
-  alignas(64) uint8_t bytes[kBlock + 64], base[kBlock + 64];
+  double x[kSmallBlock], logp[kSmallBlock], old_logp[kSmallBlock], advantage[kSmallBlock];
+  double mantissa[kSmallBlock];  // exp(x) = mantissa 2^exponent
+  double exponent[kSmallBlock];
+  double p[kSmallBlock], q[kSmallBlock];
+  int64_t sequence[kSmallBlock];
+  int32_t members[kSmallBlock], finite[kSmallBlock];
+  alignas(64) uint8_t bytes[kSmallBlock + 64], base[kSmallBlock + 64];
 };
 
 // Elements [begin, begin + count) of any float type in float64.
@@ -176,8 +176,8 @@ void add_groups(const Plan& plan, const GroupPlan& groups, void* memory, int64_t
   const bool logps = groups.probabilities || groups.sequences > 0;
   int64_t at = first_sequence(groups, begin);
   const int64_t begun_before = at < groups.sequences && groups.boundaries[at] < begin ? at : -1;
-  for (const int64_t end = begin + count; begin < end; begin += kBlock) {
-    const int n = end - begin < kBlock ? (int)(end - begin) : kBlock;
+  for (const int64_t end = begin + count; begin < end; begin += kSmallBlock) {
+    const int n = end - begin < kSmallBlock ? (int)(end - begin) : kSmallBlock;
     stage_x(plan, begin, n, work.stage);
     for (int i = 0; i < n; ++i) work.x[i] = work.stage.x[i];
     if (logps) {

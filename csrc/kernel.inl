@@ -1,8 +1,8 @@
 // The CPU kernels, compiled once per instruction set (CMakeLists.txt, add_isa): the ISA's vector
 // type comes from its own header, the algorithm is the same.
 //
-//   chunk -> blocks of 4096 tokens -> x and membership staged in cache -> groups of 64 tokens of
-//   one set
+//   chunk -> blocks of 8192 tokens -> x and masks staged where they must be -> groups of 64 tokens
+//   of one set
 //
 // Tokens in groups that are not of one set are packed into their sets' buffers and worked on from
 // there, so that the arithmetic only ever sees full groups of one set.
@@ -255,7 +255,6 @@ void block(const Plan& plan, Workspace& work, int64_t begin, int64_t count, Mome
     if (!find_ids(plan, work, begin, count)) return;
   } else {
     work.masks.find(plan, begin, count, work.stage, work.mask_bytes);
-    if (!work.masks.any_member(count)) return;
   }
   if (plan.logp.dtype == plan.old_logp.dtype) {
     const int dtype = plan.logp.dtype;
@@ -263,6 +262,7 @@ void block(const Plan& plan, Workspace& work, int64_t begin, int64_t count, Mome
     if (dtype == kBFloat16 && walk_direct<BFloat16>(plan, work, begin, count, moments)) return;
     if (dtype == kFloat16 && walk_direct<Float16>(plan, work, begin, count, moments)) return;
   }
+  if (!plan.ids && !work.masks.any_member(count)) return;
   stage_x(plan, begin, count, work.stage);
   for (int64_t i = count; i < groups_of(count) * kGroup; ++i) work.stage.x[i] = 0;
   Staged source;
@@ -352,31 +352,15 @@ void add(const Moments& from, Moments& to) {
   to.far_scale = scale;
 }
 
-// Whether these tokens, however many, can be walked through where they lie.
-bool nothing_to_stage(const Plan& plan, int64_t begin, int64_t count) {
-  const auto lies = [&](const Operand& op) { return in_place(op, begin, count) != nullptr; };
-  const auto bytes_lie = [&](const Operand& mask) {
-    return kItemSize[mask.dtype] == 1 && lies(mask);
-  };
-  if (plan.ids || count % kGroup || plan.logp.dtype == kFloat64) return false;
-  if (plan.logp.dtype != plan.old_logp.dtype || !lies(plan.logp) || !lies(plan.old_logp)) {
-    return false;
-  }
-  for (int64_t s = 0; plan.masks && s < plan.slices; ++s) {
-    if (!bytes_lie(plan.masks[s])) return false;
-  }
-  return !plan.base || bytes_lie(*plan.base);
-}
-
 void chunk(const Plan& plan, void* memory, int64_t begin, int64_t count, Moments* moments) {
   Workspace& work = open(plan, memory);
   for (int64_t s = 0; s < plan.slices; ++s) clear(moments[s]);
   if (!work.by_id && work.used + kJointSets + plan.slices > work.slots) flush_all(work);
   work.touched = work.joint = 0;
   work.last_set = -1;
-  const int64_t end = begin + count, step = nothing_to_stage(plan, begin, count) ? count : kBlock;
-  for (int64_t i = begin; i < end; i += step) {
-    block(plan, work, i, end - i < step ? end - i : step, moments);
+  const int64_t end = begin + count;
+  for (int64_t i = begin; i < end; i += kBlock) {
+    block(plan, work, i, end - i < kBlock ? end - i : kBlock, moments);
   }
   for (int i = 0; i < work.touched; ++i) {
     Set& set = work.sets[work.order[i]].set;

@@ -6,7 +6,8 @@
 namespace pyrlstats {
 namespace {
 
-constexpr int kBlock = 4096;  // tokens staged at a time: x is 16 KB
+constexpr int kBlock = 8192;       // tokens staged at a time: x is 32 KB
+constexpr int kSmallBlock = 4096;  // where more than x is kept of each
 constexpr int kGroup = 64;
 
 inline int groups_of(int64_t count) { return (int)((count + kGroup - 1) / kGroup); }
@@ -166,15 +167,17 @@ void nonzero_bytes(const char* p, T relevant, int64_t count, uint8_t* to) {
   }
 }
 
-// A mask's tokens [begin, begin + count) as bytes, members non-zero, zeros up to a full group: in
-// place, else in `bytes`.
+// A mask's tokens [begin, begin + count) as bytes, members non-zero (or 1), zeros up to a full
+// group: in place, else in `bytes`.
 inline const uint8_t* mask_bytes(const Operand& mask, int64_t begin, int64_t count, Stage& stage,
-                                 uint8_t* bytes) {
+                                 uint8_t* bytes, bool ones = false) {
   const bool real = mask.dtype <= kFloat64;  // the sign of a float does not make it non-zero
+  const bool any_byte = kItemSize[mask.dtype] == 1 && (!ones || mask.dtype == kBool);
   const int size = kItemSize[mask.dtype];
   const char* p = read_block(mask, begin, count, size == 1 ? (char*)bytes : (char*)stage.raw_a);
-  if (size == 1 && count % 64 == 0) return (const uint8_t*)p;
-  if (size == 1 && p != (const char*)bytes) __builtin_memcpy(bytes, p, count);
+  if (any_byte && count % 64 == 0) return (const uint8_t*)p;
+  if (any_byte && p != (const char*)bytes) __builtin_memcpy(bytes, p, count);
+  if (size == 1 && !any_byte) nonzero_bytes<uint8_t>(p, 0xff, count, bytes);
   if (size == 2) nonzero_bytes<uint16_t>(p, real ? 0x7fff : 0xffff, count, bytes);
   if (size == 4) nonzero_bytes<uint32_t>(p, real ? 0x7fffffff : ~0u, count, bytes);
   if (size == 8) nonzero_bytes<uint64_t>(p, real ? ~0ull >> 1 : ~0ull, count, bytes);
@@ -300,8 +303,9 @@ struct BlockMasks {
     named = plan.masks != nullptr;
     base = plan.base != nullptr;
     masks = 0;
+    const bool several = named && slices + base > 1;  // are compared as they are
     const auto add = [&](const Operand& mask) {
-      bytes[masks] = mask_bytes(mask, begin, count, stage, buffer + masks * kBlock);
+      bytes[masks] = mask_bytes(mask, begin, count, stage, buffer + masks * kBlock, several);
       ++masks;
     };
     for (int64_t s = 0; named && s < slices; ++s) add(plan.masks[s]);

@@ -117,7 +117,7 @@ def data(kind: str, n: int, rng: np.random.Generator) -> np.ndarray:
     elif kind == "far and near":
         x = np.where(rng.random(n) < 0.3, rng.choice([-300.0, 50.0, 0.6, -2.0], n), rng.normal(0, 0.01, n))
     elif kind == "side by side":  # at the limits between the kernel's ways
-        limits = np.array([0.125, 0.5, 40.0, 64.0, 2.0**-31], np.float32).view(np.int32)
+        limits = np.array([0.125, 0.5, 16.0, 64.0, 2.0**-31], np.float32).view(np.int32)
         around = np.concatenate([limits - 1, limits, limits + 1]).view(np.float32)
         some = rng.random(n) < np.repeat(rng.choice([0.001, 0.02, 0.5], n // 500 + 1), 500)[:n]
         x = np.where(some, rng.choice(np.concatenate([around, -around, [0.0]]), n), rng.normal(0, 0.01, n))
@@ -369,6 +369,58 @@ def test_same_bits_for_any_number_of_threads(isa: str, kind: str, rng: np.random
     for state in states[1:]:
         assert np.array_equal(state.buffer, states[0].buffer)
     check(oracle, states[0], x, masks)
+
+
+LENGTHS = (1, 63, 64, 65, 128, 1000, 4096, 16384)  # with the borders of groups, blocks and chunks
+
+
+def in_stretches(n: int, values: Sequence[Any], rng: np.random.Generator) -> np.ndarray:
+    """(n,): each of `values`, an array of n or one number, for a while, in any order."""
+    out = np.empty(n, np.result_type(*(np.asarray(value).dtype for value in values)))
+    begin = 0
+    while begin < n:
+        end = begin + int(rng.choice(LENGTHS))
+        value = values[rng.integers(len(values))]
+        out[begin:end] = value[begin:end] if np.ndim(value) else value
+        begin = end
+    return out
+
+
+@pytest.mark.parametrize("n", [64 * 1200, 64 * 1200 + 17])
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_runs_and_kinds_of_data_end_anywhere(
+    isa: str, count: int, n: int, rng: np.random.Generator, oracle: Any
+) -> None:
+    kinds = ("0", "laplace", "far and near", "0.3", "-15.9", "16", "half zero", "0.01")
+    for based in (False, True):
+        x = in_stretches(n, [data(kind, n, rng) for kind in kinds], rng)
+        given = [in_stretches(n, [0, 1, 2, 255, rng.integers(0, 3, n)], rng).astype(np.uint8) for _ in range(count)]
+        base = in_stretches(n, [0, 1, 1, 7], rng).astype(np.uint8) if based else None
+        keep = np.ones(n, bool) if base is None else base != 0
+        state = run(x, np.zeros_like(x), given or None, base_mask=base, isa=isa)
+        check(oracle, state, x, [(mask != 0) & keep for mask in given] or [keep])
+
+
+@pytest.mark.parametrize("scale", [0.01, 0.1, 1.0])
+def test_same_bits_for_any_form(isa: str, scale: float, rng: np.random.Generator) -> None:
+    """Nothing but the tokens decides: not the type of a mask, not whether arrays lie in order in memory."""
+    n = 30_016
+    x = rng.laplace(0, scale, n).astype(np.float32)
+    zeros = np.zeros_like(x)
+    first, second = memberships("2", n, rng)
+    other = first * rng.integers(1, 256, n).astype(np.uint8)  # non-zero where it was True
+    strided = np.repeat(first, 3)[::3]
+    unaligned = np.frombuffer(b"\0" + x.tobytes(), np.uint8)[1:].view(np.float32)
+    for ways in (
+        [(first, second), (first.astype(np.int64), second), (strided, second), (other, second.astype(np.float16))],
+        [(first,), (other,), (strided,), (first.astype(np.float32),)],
+        [None, (np.ones(n, bool),), (np.ones(1, np.int64),)],
+    ):
+        wanted = run(x, zeros, ways[0], isa=isa).buffer
+        for way in ways:
+            masks = None if way is None else [np.broadcast_to(mask, x.shape) for mask in way]
+            for form in (x, np.repeat(x, 2)[::2], unaligned):
+                assert np.array_equal(run(form, zeros, masks, isa=isa).buffer, wanted)
 
 
 def test_as_many_masks_as_a_key_has_bits(isa: str, rng: np.random.Generator, oracle: Any) -> None:
