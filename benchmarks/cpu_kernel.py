@@ -331,7 +331,7 @@ def naive_torch(case: Case, n: int) -> None:
 
 
 def whole_torch(case: Case, n: int) -> None:
-    """The same for every figure that one pass of ours gives: quantiles of abs(x) and counts too."""
+    """The same for every figure of ``to_dict``: counts and quantiles of abs(x) too. In float32, as torch does it."""
     for mask in case.masks or []:
         x = (case.logp[:n] - case.old_logp[:n])[mask[:n]]
         finite = torch.isfinite(x)
@@ -340,10 +340,10 @@ def whole_torch(case: Case, n: int) -> None:
         w, size = x.exp(), x.abs()
         _ = (x.mean(), x.std(), x.min(), x.max(), size.mean(), (x * x).mean(), (torch.expm1(x) - x).mean())
         total = w.sum()
-        _ = (w.std(), w.max(), w.min(), total**2 / (w * w).sum(), total / w.max(), (w < 0.8).sum(), (w > 1.2).sum())
-        for values in (x, size):
+        _ = (w.std(), total**2 / (w * w).sum(), total / x.max().exp(), (w < 0.8).sum(), (w > 1.2).sum())
+        for values, levels in ((x, stats.QUANTILES), (size, stats.ABS_QUANTILES)):
             for part in values.split(1 << 23):
-                torch.quantile(part, torch.tensor(QUANTILES))
+                torch.quantile(part, torch.tensor(levels))
 
 
 def masked_torch(case: Case, n: int) -> None:

@@ -54,8 +54,7 @@ struct NarrowBins {
 };
 
 constexpr float kNearLimit = 0.5f;
-// exp(2 x) of a few tokens is a float32, and a normal one; n ln 2 in float32 is right within 5e-8
-constexpr float kMixedLimit = 16.0f;
+constexpr float kMixedLimit = 40.0f;    // exp(2 x) of a few tokens is a float32, and a normal one
 constexpr float kCalmLimit = 0.125f;    // below, fewer terms of exp(x) do
 constexpr float kCalmLeast = 0x1p-31f;  // from here on float32 holds x^4
 // What sums of higher powers start from: subnormal ones would take a hundred cycles each on Intel.
@@ -68,6 +67,8 @@ inline uint16_t upper_half(float v) {
   return bits >> 16;
 }
 
+inline uint16_t lesser(uint16_t a, uint16_t b) { return a < b ? a : b; }
+
 // The upper half of the least |x| that is far or beyond the bins.
 inline uint16_t far_from(const Plan& plan) {
   const int beyond = (127 + plan.max_exp) << 7, far = upper_half(kNearLimit);
@@ -78,7 +79,7 @@ inline uint16_t far_from(const Plan& plan) {
 inline uint16_t restless_from(const Plan& plan) {
   const float clip = plan.clip_high < -plan.clip_low ? plan.clip_high : -plan.clip_low;
   const uint16_t clipped = upper_half(clip), far = far_from(plan);
-  return clipped < far ? clipped : far;
+  return lesser(clipped, far);
 }
 
 }  // namespace

@@ -32,7 +32,7 @@ struct Reach {
 // Tokens [begin, begin + count) into wanted.counts.
 void count_digits(const Plan& plan, const Digits& wanted, int64_t begin, int64_t count,
                   int64_t* counts) {
-  Stage stage;
+  SmallStage stage;
   const Reach reach(wanted);
   int32_t key[kSmallBlock];
   uint16_t where[kSmallBlock];

@@ -8,7 +8,7 @@ namespace pyrlstats {
 namespace {
 
 struct GroupStage {
-  Stage stage;
+  SmallStage stage;
   double x[kSmallBlock], logp[kSmallBlock], old_logp[kSmallBlock], advantage[kSmallBlock];
   double mantissa[kSmallBlock];  // exp(x) = mantissa 2^exponent
   double exponent[kSmallBlock];
@@ -19,7 +19,7 @@ struct GroupStage {
 };
 
 // Elements [begin, begin + count) of any float type in float64.
-inline void read_doubles(const Operand& op, int64_t begin, int64_t count, Stage& stage,
+inline void read_doubles(const Operand& op, int64_t begin, int64_t count, SmallStage& stage,
                          double* to) {
   const char* p = read_block(op, begin, count, (char*)stage.raw_a);
   const double* v = as_doubles(p, op.dtype, count, to);

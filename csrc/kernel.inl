@@ -210,18 +210,21 @@ void walk_masks(const Plan& plan, Workspace& work, Source source, int64_t count)
   uint64_t words[kMaxMasks];
   for (int g = 0; g < groups;) {
     const uint64_t key = work.masks.members(g, tokens_of_group(g, count), words);
-    if (key != kMixed && key != kNone) {
+    if (key == kNone) {
+      while (++g < full && source.masks && source.masks->as_before(g)) {
+      }
+      continue;
+    }
+    if (key != kMixed) {
       source.first = g;
       g += run_key(plan, work, source, g, full - g, key);
       if (g == full || !source.goes_on(g)) continue;
       for (int64_t s = 0; s < plan.slices; ++s) words[s] = -(key >> s & 1);
     }
-    if (key != kNone) {
-      // not of one set, or with an odd token
-      alignas(64) float x[2 * kGroup];
-      source.ordered(g).store_to(x);
-      mixed_masks(plan, work, x, words);
-    }
+    // not of one set, or with an odd token
+    alignas(64) float x[2 * kGroup];
+    source.ordered(g).store_to(x);
+    mixed_masks(plan, work, x, words);
     ++g;
   }
 }
@@ -265,9 +268,7 @@ void block(const Plan& plan, Workspace& work, int64_t begin, int64_t count, Mome
   if (!plan.ids && !work.masks.any_member(count)) return;
   stage_x(plan, begin, count, work.stage);
   for (int64_t i = count; i < groups_of(count) * kGroup; ++i) work.stage.x[i] = 0;
-  Staged source;
-  source.x = work.stage.x;
-  walk(plan, work, source, count, moments);
+  walk(plan, work, staged(work.stage.x), count, moments);
 }
 
 // Works on what still waits in a set, the last group filled with zeros: they add to no sum, but to

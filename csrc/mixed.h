@@ -53,9 +53,7 @@ struct MixedSums {
       // near ones are their own remainder: what is left of ln 2 would cancel in their k3
       const F shifted = fma_where(is_far, v, splat(c.log2e), splat(c.magic));
       const F n = shifted - splat(c.magic);
-      const F r = kFusedFma ? fma(n, splat(c.minus_ln2), v)
-                            : fma(n, splat(c.ln2_low), fma(n, splat(c.ln2_high), v));
-      const F r2 = r * r;
+      const F r = fma(n, splat(c.ln2_low), fma(n, splat(c.ln2_high), v)), r2 = r * r;
       // exp(r) - 1 - r, near ones' k3
       const F p =
           fma(fma(splat(c.p[4]), r, splat(c.p[3])), r2, fma(splat(c.p[2]), r, splat(c.p[1])));
@@ -138,8 +136,8 @@ inline void finish_mixed(Set& set) {
 }
 
 // Groups with |x| below kMixedLimit and inside the bins, into the sums and the histogram, until one
-// of a few has nothing far: asked of each they would pay for the answer, which is seldom another.
-// Stops before a group that needs another way; returns the number done.
+// has nothing far; only the last of kSettle is asked. Stops before a group that needs another way;
+// returns the number done.
 template <typename Source>
 __attribute__((noinline)) int add_mixed(Workspace& work, const Source source, int begin, int groups,
                                         Set& set) {
@@ -149,7 +147,7 @@ __attribute__((noinline)) int add_mixed(Workspace& work, const Source source, in
   Indices indices(work.pending);
   MixedSums sums(set);
   int done = 0;
-  while (done < groups && set.many_far && source.goes_on(begin + done)) {
+  while (done < groups && set.expect_far && source.goes_on(begin + done)) {
     const Group group = source.group(begin + done);
     const Look<true, Source> look(group, constants, indices.next);
     if (any_at_least(look.largest, watch)) {
@@ -159,7 +157,7 @@ __attribute__((noinline)) int add_mixed(Workspace& work, const Source source, in
     }
     const Kind kind = look.tell(group, constants, indices.next);
     if (kind != kUsual) {
-      set.many_far = kind == kOther;
+      set.expect_far = kind == kOther;
       break;
     }
     group.store_to(work.mixed_x);
@@ -171,7 +169,7 @@ __attribute__((noinline)) int add_mixed(Workspace& work, const Source source, in
     if (++set.mixed_groups < MixedSums::kSettle) continue;
     settle_mixed(set);
     if (any_at_least(look.largest, splat(work.far))) continue;
-    set.many_far = false;
+    set.expect_far = false;
     set.not_calm += any_at_least(look.largest, splat(limit_of(work, set)));
   }
   sums.store_to(set);

@@ -213,13 +213,13 @@ int run_groups(const Plan& plan, Workspace& work, const Source& source, int begi
     return added;
   };
   while (done < groups) {
-    if (!set.many_far) {
+    if (!set.expect_far) {
       add(set.watch);
       if (done == groups || !source.goes_on(begin + done)) break;
       if (take_record(work, source, begin + done, set) && add(limit_of(work, set)) > 0) continue;
-      set.many_far = kNarrow && many_far(source.group(begin + done));
+      set.expect_far = kNarrow && many_far(source.group(begin + done));
     }
-    if (set.many_far) {
+    if (kNarrow && set.expect_far) {
       const int mixed = add_mixed(work, source, begin + done, groups - done, set);
       done += mixed;
       if (mixed > 0) continue;

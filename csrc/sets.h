@@ -41,7 +41,7 @@ struct alignas(64) Set {
   uint32_t load;                    // tokens in the 16-bit histogram
   int64_t zeros;                    // of groups that are nothing else
   int waiting, near_waiting, far_waiting, queued;
-  bool many_far;        // the groups to come are expected to be mixed
+  bool expect_far;      // a quarter of the tokens to come or more is expected to be far (mixed.h)
   bool touched;         // in this chunk
   bool seen;            // since the last flush_all
   uint16_t* histogram;  // [NarrowBins::counters()][kTurns]; none for wide bins
@@ -54,18 +54,29 @@ struct alignas(64) Set {
 
 // A load waits for stores under way a multiple of 64 KB off, as if they were to its own address:
 // where the indices lie so from the counters that the data hit, a token takes 7 cycles instead of
-// 1.4 (Emerald Rapids). So everything has its place in 64 KB: the counters inside the window end at
-// kCountersEnd (256 bytes an octave and a sign, 8 KB by default), the workspace and the first sets
-// keep away from them.
-constexpr size_t kAlias = 1 << 16, kCountersEnd = 0x8700, kSetsPlace = 0x8800;
-constexpr size_t kWorkspacePlace = 0xe000, kCountersBegin = kCountersEnd - 0x2000;
-constexpr size_t kSetStride = kAlias / 2 + 0x540;  // and not all in the same lines of the L1
+// 1.4 (Emerald Rapids). So the counters of the default layout, 256 bytes an octave and a sign, end
+// at one place in 64 KB, and the workspace and the first sets keep away from them. (Exact zeros
+// count in the last 256 bytes of the 64 KB.)
+constexpr size_t kAlias = 1 << 16, kCountersEnd = 0x8700, kCountersBegin = kCountersEnd - 0x2000;
+constexpr size_t kWorkspacePlace = 0xd000, kSetsPlace = 0x8800;
+constexpr size_t kSetStride = kAlias / 2 + 0x140;  // and not all in the same lines of the L1
 struct Slot {
   Set set;
   char apart[kSetStride - sizeof(Set)];
 };
-static_assert(kSetsPlace >= kCountersEnd && kSetsPlace + sizeof(Set) <= kAlias);
-static_assert((kSetsPlace + kSetStride) % kAlias + sizeof(Set) <= kCountersBegin);
+
+constexpr bool keeps_away(size_t place, size_t bytes) {
+  place %= kAlias;
+  const bool before = place + bytes <= kCountersBegin, after = place >= kCountersEnd;
+  return before || (after && place + bytes <= kAlias + kCountersBegin);
+}
+constexpr bool sets_keep_away(int sets) {
+  for (int i = 0; i < sets; ++i) {
+    if (!keeps_away(kSetsPlace + i * kSetStride, sizeof(Set))) return false;
+  }
+  return true;
+}
+static_assert(sets_keep_away(8));
 
 // Histogram indices of the last group, counted while the next group is worked on.
 struct Pending {
@@ -75,8 +86,8 @@ struct Pending {
 
 // Constants of mixed.h, side by side in memory.
 struct MixedConstants {
-  float magic = kMagic, log2e = (float)layout::kLog2E, minus_ln2 = -0.693147182f,
-        ln2_high = kMinusLn2, ln2_low = kMinusLn2Rest;
+  float magic = kMagic, log2e = (float)layout::kLog2E, ln2_high = kMinusLn2,
+        ln2_low = kMinusLn2Rest;
   // exp(r) - 1 - r = r^2 / 2 + r^3 p(r), |r| < 0.5, within 3e-8
   float p[5] = {0.16666666f, 0.0416660f, 0.0083334801f, 0.0013975332f, 0.00019863353f};
   float half = 0.5f, near_limit = kNearLimit, clip_low, clip_high;
@@ -103,7 +114,7 @@ struct Workspace {
   BlockMasks masks;
   BlockIds ids;
   uint64_t base[kBlock / kGroup], keys[kBlock / kGroup];
-  uint8_t* mask_bytes;       // [slices + 1][kBlock]: masks that are not bytes in memory
+  uint8_t* mask_bytes;       // [slices + 1 (ids: 1)][kBlock]: masks that are not bytes in memory
   int64_t* slice_histogram;  // [slices][2P], the state's order
   int64_t* target;  // what `flush` adds to: slice_histogram, or the state's own at the very end
   bool dirty;       // slice_histogram is not all zeros
@@ -119,7 +130,7 @@ struct Workspace {
   Stage stage;
 };
 
-static_assert(kWorkspacePlace + offsetof(Workspace, stage) <= kAlias, "what loops read of it");
+static_assert(keeps_away(kWorkspacePlace, offsetof(Workspace, stage) + sizeof(Stage::x)));
 
 inline size_t page(size_t bytes) { return (bytes + 4095) / 4096 * 4096; }
 
@@ -172,13 +183,13 @@ inline Workspace& open(const Plan& plan, void* memory) {
   work.far = far_from(plan);
   work.restless = restless_from(plan);
   const uint16_t calm = upper_half(kCalmLimit);
-  work.not_calm = work.restless < calm ? work.restless : calm;
+  work.not_calm = lesser(work.restless, calm);
   const int first = (127 + plan.min_exp) << 7, least = upper_half(kCalmLeast);
   work.low = (uint16_t)((first > least ? first : least) - 1);
   const int last = (127 + plan.max_exp) << 7, not_finite = layout::kInfBits >> 16;
-  work.beyond = (uint16_t)(last < not_finite ? last : not_finite);
+  work.beyond = lesser((uint16_t)last, (uint16_t)not_finite);
   const uint16_t mixed = upper_half(kMixedLimit);
-  work.too_large = mixed < work.beyond ? mixed : work.beyond;
+  work.too_large = lesser(mixed, work.beyond);
   work.mixed_constants = MixedConstants();
   work.mixed_constants.clip_low = plan.clip_low;
   work.mixed_constants.clip_high = plan.clip_high;
@@ -284,7 +295,6 @@ constexpr int kNotCalm = 4;
 inline uint16_t limit_of(const Workspace& work, const Set& set) {
   return set.not_calm < kNotCalm ? work.not_calm : work.far;
 }
-inline uint16_t lesser(uint16_t a, uint16_t b) { return a < b ? a : b; }
 inline void set_watch(const Workspace& work, Set& set) {
   const uint16_t limit = limit_of(work, set);
   set.watch = lesser(set.record, limit);
@@ -309,7 +319,7 @@ void touch(Workspace& work, int index) {
   clear_mixed(set);
   float* const counts[] = {set.mixed_below, set.mixed_above, set.mixed_far};
   for (float* count : counts) store(count, splat(0.0f));
-  set.many_far = false;
+  set.expect_far = false;
   set.calm_groups = set.mixed_groups = 0;
   if (!set.seen) {
     store(set.min_x, splat(__builtin_inff()));

@@ -6,7 +6,6 @@ namespace pyrlstats {
 namespace {
 
 constexpr int kLanes = 8;
-constexpr bool kFusedFma = true;  // fma rounds once
 
 typedef __m256 F;
 typedef __m256d D;

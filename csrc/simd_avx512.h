@@ -6,7 +6,6 @@ namespace pyrlstats {
 namespace {
 
 constexpr int kLanes = 16;
-constexpr bool kFusedFma = true;  // fma rounds once
 
 typedef __m512 F;
 typedef __m512d D;

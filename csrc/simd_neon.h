@@ -6,7 +6,6 @@ namespace pyrlstats {
 namespace {
 
 constexpr int kLanes = 4;
-constexpr bool kFusedFma = true;  // fma rounds once
 
 typedef float32x4_t F;
 typedef float64x2_t D;

@@ -5,7 +5,6 @@ namespace pyrlstats {
 namespace {
 
 constexpr int kLanes = 4;
-constexpr bool kFusedFma = false;  // fma rounds once
 
 typedef float F __attribute__((vector_size(16)));
 typedef int32_t I __attribute__((vector_size(16)));

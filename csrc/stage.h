@@ -7,7 +7,7 @@ namespace pyrlstats {
 namespace {
 
 constexpr int kBlock = 8192;       // tokens staged at a time: x is 32 KB
-constexpr int kSmallBlock = 4096;  // where more than x is kept of each
+constexpr int kSmallBlock = 4096;  // the same in digits.h and groups.h, which keep more of each
 constexpr int kGroup = 64;
 
 inline int groups_of(int64_t count) { return (int)((count + kGroup - 1) / kGroup); }
@@ -77,12 +77,15 @@ inline const char* read_block(const Operand& op, int64_t begin, int64_t count, c
 }
 
 // What a block is staged in. 64 elements of slack: vectors may run past the end.
-struct Stage {
-  alignas(64) float x[kBlock];
-  alignas(64) uint64_t raw_a[kBlock + 64], raw_b[kBlock + 64];
-  alignas(64) uint64_t wide_a[kBlock + 64], wide_b[kBlock + 64];
-  alignas(64) int32_t ids[kBlock];
+template <int kTokens>
+struct StageOf {
+  alignas(64) float x[kTokens];
+  alignas(64) uint64_t raw_a[kTokens + 64], raw_b[kTokens + 64];
+  alignas(64) uint64_t wide_a[kTokens + 64], wide_b[kTokens + 64];
+  alignas(64) int32_t ids[kTokens];
 };
+using Stage = StageOf<kBlock>;
+using SmallStage = StageOf<kSmallBlock>;
 
 inline F load_as_float(const float* p) { return load(p); }
 struct BFloat16 {
@@ -138,8 +141,9 @@ inline const double* as_doubles(const char* p, int dtype, int64_t count, double*
   return buffer;
 }
 
-// x = logp - old_logp of tokens [begin, begin + count), count <= kBlock, as float32.
-inline void stage_x(const Plan& plan, int64_t begin, int64_t count, Stage& stage) {
+// x = logp - old_logp of tokens [begin, begin + count), as many as the stage holds, as float32.
+template <int kTokens>
+inline void stage_x(const Plan& plan, int64_t begin, int64_t count, StageOf<kTokens>& stage) {
   const int da = plan.logp.dtype, db = plan.old_logp.dtype;
   const char* a = read_block(plan.logp, begin, count, (char*)stage.raw_a);
   const char* b = read_block(plan.old_logp, begin, count, (char*)stage.raw_b);
@@ -167,10 +171,11 @@ void nonzero_bytes(const char* p, T relevant, int64_t count, uint8_t* to) {
   }
 }
 
-// A mask's tokens [begin, begin + count) as bytes, members non-zero (or 1), zeros up to a full
-// group: in place, else in `bytes`.
-inline const uint8_t* mask_bytes(const Operand& mask, int64_t begin, int64_t count, Stage& stage,
-                                 uint8_t* bytes, bool ones = false) {
+// A mask's tokens [begin, begin + count) as bytes, members non-zero, zeros up to a full group: in
+// place, else in `bytes`. `ones`: members 1, so that equal masks have equal bytes.
+template <int kTokens>
+inline const uint8_t* mask_bytes(const Operand& mask, int64_t begin, int64_t count,
+                                 StageOf<kTokens>& stage, uint8_t* bytes, bool ones = false) {
   const bool real = mask.dtype <= kFloat64;  // the sign of a float does not make it non-zero
   const bool any_byte = kItemSize[mask.dtype] == 1 && (!ones || mask.dtype == kBool);
   const int size = kItemSize[mask.dtype];
@@ -215,8 +220,9 @@ inline void with_id_type(int dtype, Function f) {
 }
 
 // Ids of tokens [begin, begin + count), past the end of the last group -1.
+template <int kTokens>
 inline void stage_ids(const Operand& ids, int64_t slices, int64_t begin, int64_t count,
-                      Stage& stage) {
+                      StageOf<kTokens>& stage) {
   const char* p = read_block(ids, begin, count, (char*)stage.raw_a);
   with_id_type(ids.dtype,
                [&](auto type) { clamp_ids<decltype(type)>(p, slices, count, stage.ids); });
@@ -296,7 +302,8 @@ struct BlockMasks {
   const uint8_t* bytes[kMaxMasks + 1];
   int64_t slices;
   int masks;
-  bool named, base;  // slices have masks of their own
+  bool named;  // slices have masks of their own
+  bool base;
 
   void find(const Plan& plan, int64_t begin, int64_t count, Stage& stage, uint8_t* buffer) {
     slices = plan.slices;
@@ -350,7 +357,7 @@ struct BlockMasks {
 struct Run {
   const uint8_t* mask = nullptr;      // the only one
   const BlockMasks* masks = nullptr;  // or several; neither: as far as the caller says
-  int first = 0;                      // group
+  int first = 0;  // the run's first group: of its set whatever the group before has
 
   __attribute__((always_inline)) bool goes_on(int g) const {
     if (mask) {

@@ -117,7 +117,7 @@ def data(kind: str, n: int, rng: np.random.Generator) -> np.ndarray:
     elif kind == "far and near":
         x = np.where(rng.random(n) < 0.3, rng.choice([-300.0, 50.0, 0.6, -2.0], n), rng.normal(0, 0.01, n))
     elif kind == "side by side":  # at the limits between the kernel's ways
-        limits = np.array([0.125, 0.5, 16.0, 64.0, 2.0**-31], np.float32).view(np.int32)
+        limits = np.array([0.125, 0.5, 40.0, 64.0, 2.0**-31], np.float32).view(np.int32)
         around = np.concatenate([limits - 1, limits, limits + 1]).view(np.float32)
         some = rng.random(n) < np.repeat(rng.choice([0.001, 0.02, 0.5], n // 500 + 1), 500)[:n]
         x = np.where(some, rng.choice(np.concatenate([around, -around, [0.0]]), n), rng.normal(0, 0.01, n))
@@ -176,7 +176,7 @@ def test_data(isa: str, kind: str, rng: np.random.Generator, oracle: Any) -> Non
     check(oracle, state, x, [ids == s for s in range(8)], int(np.sum(ids == 8)))
 
 
-@pytest.mark.parametrize("n", [0, 1, 2, 63, 64, 65, 127, 1000, 4095, 4096, 4097, 16384, 16385, 70001])
+@pytest.mark.parametrize("n", [0, 1, 2, 63, 64, 65, 127, 1000, 4095, 4096, 4097, 8191, 8192, 8193, 16384, 16385, 70001])
 def test_sizes(isa: str, n: int, rng: np.random.Generator, oracle: Any) -> None:
     x = data("mixed", n, rng)
     masks = [np.ones(n, bool), rng.random(n) < 0.5, np.zeros(n, bool)]
@@ -371,7 +371,7 @@ def test_same_bits_for_any_number_of_threads(isa: str, kind: str, rng: np.random
     check(oracle, states[0], x, masks)
 
 
-LENGTHS = (1, 63, 64, 65, 128, 1000, 4096, 16384)  # with the borders of groups, blocks and chunks
+LENGTHS = (1, 63, 64, 65, 128, 1000, 8192, 16384)  # with the borders of groups, blocks and chunks
 
 
 def in_stretches(n: int, values: Sequence[Any], rng: np.random.Generator) -> np.ndarray:
@@ -386,12 +386,13 @@ def in_stretches(n: int, values: Sequence[Any], rng: np.random.Generator) -> np.
     return out
 
 
-@pytest.mark.parametrize("n", [64 * 1200, 64 * 1200 + 17])
-@pytest.mark.parametrize("count", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("n", "count"), [*((n, count) for n in (64 * 1200, 64 * 1200 + 17) for count in (0, 1, 3)), (1 << 20, 0), (1 << 20, 2)]
+)
 def test_runs_and_kinds_of_data_end_anywhere(
     isa: str, count: int, n: int, rng: np.random.Generator, oracle: Any
 ) -> None:
-    kinds = ("0", "laplace", "far and near", "0.3", "-15.9", "16", "half zero", "0.01")
+    kinds = ("0", "laplace", "far and near", "0.3", "-39.9", "40", "half zero", "0.01")
     for based in (False, True):
         x = in_stretches(n, [data(kind, n, rng) for kind in kinds], rng)
         given = [in_stretches(n, [0, 1, 2, 255, rng.integers(0, 3, n)], rng).astype(np.uint8) for _ in range(count)]
@@ -403,7 +404,7 @@ def test_runs_and_kinds_of_data_end_anywhere(
 
 @pytest.mark.parametrize("scale", [0.01, 0.1, 1.0])
 def test_same_bits_for_any_form(isa: str, scale: float, rng: np.random.Generator) -> None:
-    """Nothing but the tokens decides: not the type of a mask, not whether arrays lie in order in memory."""
+    """Of float32: not the type of a mask decides, nor whether arrays lie in order in memory."""
     n = 30_016
     x = rng.laplace(0, scale, n).astype(np.float32)
     zeros = np.zeros_like(x)
@@ -466,7 +467,8 @@ def test_records_do_not_change_the_bits(isa: str, rng: np.random.Generator) -> N
     x = np.concatenate([rng.normal(0, s, 60_000) for s in (1e-4, 0.03, 1e-3, 0.02, 1e-5, 0.1)]).astype(np.float32)
     x += np.linspace(0, 0.05, x.size, dtype=np.float32)
     far = np.where(rng.random(x.size) < 0.01, rng.laplace(0, 1, x.size), x) * np.linspace(0.3, 3, x.size)
-    for tokens in (x, far.astype(np.float32)):
+    many = np.where(rng.random(x.size) < 0.4, rng.laplace(0, 1, x.size) * np.linspace(1, 3, x.size), x)
+    for tokens in (x, far.astype(np.float32), many.astype(np.float32)):
         wanted = run(tokens, np.zeros_like(tokens), isa=isa)
         for _ in range(10):
             assert np.array_equal(run(tokens, np.zeros_like(tokens), isa=isa, threads=2).buffer, wanted.buffer)
@@ -488,6 +490,10 @@ def test_counters_of_sixteen_bits_do_not_overflow(isa: str, oracle: Any) -> None
     x[-1000:] = 0.2
     masks = [np.arange(x.size) % 1000 < 990, np.ones(x.size, bool)]
     check(oracle, run(x, np.zeros_like(x), masks, isa=isa), x, masks)
+    equal = np.full(1 << 20, 0.1, np.float32)  # whole chunks of 64K: exactly as many as the counters hold
+    every = np.ones(equal.size, bool)
+    for given in (None, [every], [every, every]):
+        check(oracle, run(equal, np.zeros_like(equal), given, isa=isa), equal, given or [every])
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(10), Layout(5, -19, -3)], ids=str)
@@ -515,6 +521,7 @@ def test_groups_of_every_kind_in_turn(isa: str, layout: Layout, rng: np.random.G
     [
         (39.1642494, 30.842041, 30.1488934, False),  # exp(2 x)
         (39.5164986, 22.8678398, 21.4815445, False),  # exp(x)
+        (15.596890449523926, 7.278045177459717, 6.584897994995117, False),  # exp(2 x), and n ln 2
         (-0.260928988, -6.08523915e-5, -3.04260411e-5, True),  # k3 of near ones
     ],
 )
@@ -535,7 +542,7 @@ def test_every_addition_rounds_the_same_way(
 
 
 @pytest.mark.parametrize(
-    "size", [1e-40, 1e-30, 1e-5, 0.01, 0.124, 0.126, 0.3, 0.4999, 0.5, 0.65, 1.1, 40.3, 63.9, 64.1]
+    "size", [1e-40, 1e-30, 1e-5, 0.01, 0.124, 0.126, 0.3, 0.4999, 0.5, 0.65, 1.1, 15.59689, 39.9, 40.3, 63.9, 64.1]
 )
 def test_equal_tokens_of_every_size(isa: str, size: float, oracle: Any) -> None:
     """What rounds one token rounds them all: no sum may add that up, whichever path the tokens take."""
