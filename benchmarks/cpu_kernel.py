@@ -8,7 +8,8 @@ caches (64M tokens: 9 GB of memory), in huge pages where the system gives them, 
 virtual CPUs are often two hyperthreads of one core, and whatever runs on the other one slows down arithmetic more than
 reading: single-thread figures are taken on the quietest processor, and calls with a busy neighbour before or after are
 left out where enough others remain (``quiet``: the share that was kept). Every case is checked against the reference
-before it is timed.
+before it is timed. What users have is compared on 8M tokens; in ``octaves`` all tokens of a call have an abs(x) of one
+octave, whose counters must not slow down what else the loops read.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ from pyrlstats import _core, reference
 from pyrlstats.backends import cpp
 from pyrlstats.backends.batch import Batch
 from pyrlstats.layout import Layout
+from pyrlstats.slice_stats import ABS_QUANTILES
+from pyrlstats.slice_stats import QUANTILES as LOGGED
 from pyrlstats.state import State
 
 CLIP = (0.2, 0.2)
@@ -171,6 +174,18 @@ def own(values: torch.Tensor, huge: bool = True) -> torch.Tensor:
     return torch.frombuffer(pages, dtype=values.dtype, count=values.numel()).copy_(values)
 
 
+def in_runs(values: np.ndarray, n: int, rng: np.random.Generator) -> np.ndarray:
+    """(n,): values drawn for runs of 50 to 500 tokens."""
+    runs = n // 50 + 1
+    return np.repeat(rng.choice(values, runs), rng.integers(50, 501, runs))[:n]
+
+
+def masks_in_runs(n: int, rng: np.random.Generator) -> list[torch.Tensor]:
+    """Four overlapping slices, six patterns of them."""
+    keys = in_runs(np.array([1, 3, 5, 9, 7, 2]), n, rng)
+    return [own(torch.from_numpy((keys >> s & 1).astype(bool))) for s in range(4)]
+
+
 def make_cases(n: int, rng: np.random.Generator) -> list[Case]:
     def tensor(values: np.ndarray) -> torch.Tensor:
         return own(torch.from_numpy(values.astype(np.float32)))
@@ -180,12 +195,9 @@ def make_cases(n: int, rng: np.random.Generator) -> list[Case]:
     nan = own(gauss)
     nan[torch.from_numpy(rng.random(n) < 0.01)] = float("nan")
     one = [own(torch.ones(n, dtype=torch.bool))]
-    patterns = np.array([1, 3, 5, 9, 7, 2])[rng.integers(0, 6, n // 50)]
-    lengths = rng.integers(50, 501, n // 50)
-    keys = np.repeat(patterns, lengths)[:n]
-    runs = [own(torch.from_numpy((keys >> s & 1).astype(bool))) for s in range(4)]
+    runs = masks_in_runs(n, rng)
     random = [own(torch.from_numpy(rng.random(n) < 0.5)) for _ in range(4)]
-    ids = own(torch.from_numpy(np.repeat(rng.integers(0, 8, n // 50), lengths)[:n].astype(np.int64)))
+    ids = own(torch.from_numpy(in_runs(np.arange(8), n, rng)))
     laplace = tensor(old.numpy() + rng.laplace(0, 1, n).astype(np.float32))
     half_gauss, half_old = own(gauss.bfloat16()), own(old.bfloat16())
     double_gauss, double_old = own(gauss[: n // 2].double()), own(old[: n // 2].double())
@@ -341,7 +353,7 @@ def whole_torch(case: Case, n: int) -> None:
         _ = (x.mean(), x.std(), x.min(), x.max(), size.mean(), (x * x).mean(), (torch.expm1(x) - x).mean())
         total = w.sum()
         _ = (w.std(), total**2 / (w * w).sum(), total / x.max().exp(), (w < 0.8).sum(), (w > 1.2).sum())
-        for values, levels in ((x, stats.QUANTILES), (size, stats.ABS_QUANTILES)):
+        for values, levels in ((x, LOGGED), (size, ABS_QUANTILES)):
             for part in values.split(1 << 23):
                 torch.quantile(part, torch.tensor(levels))
 
@@ -384,10 +396,12 @@ def comparisons(cases: list[Case], threads: list[int], rounds: int) -> list[dict
     for case in [case for case in cases if case.name in ("f32, 1 slice, Gaussian", "f32, 4 slices in runs")]:
         state = case.state()
         batch = case.part(0, n)
+        masks = {f"s{i}": mask for i, mask in enumerate(batch.masks or ())}
         for count in threads:
             torch.set_num_threads(count)
             calls: dict[str, Callable[[], object]] = {
                 "engine": lambda b=batch, s=state, c=count: cpp.accumulate(b, s, c),
+                "slice_stats, to_dict": lambda b=batch, m=masks: pyrlstats.slice_stats(b.logp, b.old_logp, m).to_dict(),
                 "plain torch": lambda c=case: naive_torch(c, n),
                 "plain torch, every figure": lambda c=case: whole_torch(c, n),
                 "masked torch": lambda c=case: masked_torch(c, n),
@@ -399,8 +413,8 @@ def comparisons(cases: list[Case], threads: list[int], rounds: int) -> list[dict
             times: dict[str, list[float]] = {name: [] for name in calls}
             for _ in range(rounds):
                 for name, call in calls.items():
-                    if name in ("engine", "portable") or not times[name]:
-                        call()  # in the state a training loop finds it: workspace made, caches of others' data
+                    if not times[name]:
+                        call()  # workspaces made, code compiled
                     times[name].append(timed(call, time.perf_counter))
             base = statistics.median(times["engine"])
             for name, values in times.items():
@@ -470,24 +484,34 @@ def one_process(case: Case, reader: Reader, alone: float, seconds: float = 5.0) 
     return statistics.median(times) / CALL * 1e9 if len(times) >= 5 else float("nan")
 
 
-def octaves(rng: np.random.Generator, rounds: int) -> dict[str, float]:
+def octaves(rng: np.random.Generator, reader: Reader, rounds: int) -> list[dict[str, Any]]:
     """Tokens of one octave each: what the loops read must not lie where a load waits for the counters it hits."""
-    n = 1 << 16  # in cache: nothing but the core's own work
+    n = 1 << 17  # in cache: nothing but the core's own work
     old = own(torch.zeros(n))
-    ones = own(torch.ones(n, dtype=torch.bool))
-    cases = {}
-    for exponent in range(-20, -3):  # of abs(x) from 1e-6 to 0.1, which goes one way
-        x = rng.uniform(2.0**exponent, 2.0 ** (exponent + 1), n) * rng.choice([-1, 1], n)
-        cases[exponent] = Case(f"2^{exponent}", own(torch.from_numpy(x.astype(np.float32))), old, [ones])
-    calls = {exponent: _engine_call(case, case.state(), 0) for exponent, case in cases.items()}
-    times: dict[int, list[float]] = {exponent: [] for exponent in calls}
-    for _ in range(20 * rounds):
-        for exponent, call in calls.items():
-            times[exponent].append(timed(call) / n * 1e9)
-    best = {exponent: statistics.quantiles(values, n=10)[0] for exponent, values in times.items()}
-    slowest = max(best, key=best.__getitem__)
-    least, greatest = min(best.values()), best[slowest]
-    return {"least_ns": least, "greatest_ns": greatest, "greatest_of_exponent": slowest, "spread": greatest / least - 1}
+    rows = []
+    one = [own(torch.ones(n, dtype=torch.bool))]
+    for name, masks in (("1 slice", one), ("4 slices in runs", masks_in_runs(n, rng))):
+        cases = {}
+        for exponent in range(-20, -3):  # of abs(x) from 1e-6 to 1/8, which goes one way
+            x = rng.uniform(2.0**exponent, 2.0 ** (exponent + 1), n) * rng.choice([-1, 1], n)
+            cases[exponent] = Case(f"2^{exponent}", own(torch.from_numpy(x.astype(np.float32))), old, masks)
+        calls = {exponent: _engine_call(case, case.state(), 0) for exponent, case in cases.items()}
+        samples: dict[int, list[tuple[float, float]]] = {exponent: [] for exponent in calls}
+        for _ in range(20 * rounds):
+            for exponent, call in calls.items():
+                before = reader.operations_a_cycle()
+                seconds = timed(call)
+                samples[exponent].append((min(before, reader.operations_a_cycle()), seconds / n * 1e9))
+        alone = 0.85 * statistics.quantiles([s[0] for values in samples.values() for s in values], n=10)[-1]
+        medians = {}
+        for exponent, values in samples.items():
+            undisturbed = [ns for operations, ns in values if operations >= alone]
+            medians[exponent] = statistics.median(undisturbed or [ns for _, ns in values])
+        slowest = max(medians, key=medians.__getitem__)
+        least, greatest = min(medians.values()), medians[slowest]
+        row = {"case": name, "least_ns": least, "greatest_ns": greatest, "greatest_of": f"2^{slowest}"}
+        rows.append(row | {"spread": greatest / least - 1})
+    return rows
 
 
 def fresh_processes(count: int, reader: Reader) -> dict[str, float]:
@@ -578,8 +602,8 @@ def main() -> None:
         show("4,096 tokens, 4 slices, microseconds", [results["4096 tokens, 4 slices, us"]])
     if "octaves" in options.only:
         with quietest_cpu(reader):
-            results["octaves"] = octaves(rng, options.rounds)
-        show("Tokens of one octave of |x|", [results["octaves"]])
+            results["octaves"] = octaves(rng, reader, options.rounds)
+        show("Tokens of one octave of |x|", results["octaves"])
     if "fresh" in options.only and options.fresh:
         with quietest_cpu(reader):
             results["fresh processes"] = fresh_processes(options.fresh, reader)
