@@ -16,7 +16,7 @@ namespace {
 // Works on the full groups that wait in the set.
 void spill(const Plan& plan, Workspace& work, Set& set) {
   const int groups = set.waiting / kGroup;
-  run(plan, work, staged(set.x), 0, groups, set);
+  run(plan, work, Staged{set.x}, 0, {nullptr, nullptr, groups}, set);
   const int rest = set.waiting - groups * kGroup;
   for (int i = 0; i < rest; ++i) set.x[i] = set.x[groups * kGroup + i];
   set.waiting = rest;
@@ -144,11 +144,11 @@ void mixed_ids(const Plan& plan, Workspace& work, const float* x, const int32_t*
 
 // Groups of one set, as far as they are regular; returns the number done.
 template <typename Source>
-int run_key(const Plan& plan, Workspace& work, const Source& source, int begin, int groups,
+int run_key(const Plan& plan, Workspace& work, const Source& source, int begin, const Run& how_far,
             uint64_t key) {
   Set* set = find(work, key);
   if (!set) return 0;
-  const int done = run(plan, work, source, begin, groups, *set);
+  const int done = run(plan, work, source, begin, how_far, *set);
   set->counts[layout::kCountNTokens] += kGroup * done;
   return done;
 }
@@ -185,7 +185,7 @@ void walk_ids(const Plan& plan, Workspace& work, const Source& source, int64_t c
     }
     work.ids.fetch_next(g, end);
     if (key != kMixed) {
-      g = key == kNone ? end : g + run_key(plan, work, source, g, end - g, key);
+      g = key == kNone ? end : g + run_key(plan, work, source, g, {nullptr, nullptr, end}, key);
       if (g == end) continue;
     }
     // not of one id, or with an odd token
@@ -200,25 +200,23 @@ void walk_ids(const Plan& plan, Workspace& work, const Source& source, int64_t c
 
 // The groups of a block, one set after the other as the masks beside the tokens tell.
 template <typename Source>
-void walk_masks(const Plan& plan, Workspace& work, Source source, int64_t count) {
+void walk_masks(const Plan& plan, Workspace& work, const Source& source, int64_t count) {
   const int groups = groups_of(count), full = (int)(count / kGroup);
-  if (work.masks.masks == 1) {
-    source.mask = work.masks.bytes[0];
-  } else if (work.masks.masks > 1) {
-    source.masks = &work.masks;
-  }
+  Run how_far = {nullptr, nullptr, full};
+  if (work.masks.masks == 1) how_far.mask = work.masks.bytes[0];
+  if (work.masks.masks > 1) how_far.masks = &work.masks;
   uint64_t words[kMaxMasks];
   for (int g = 0; g < groups;) {
     const uint64_t key = work.masks.members(g, tokens_of_group(g, count), words);
     if (key == kNone) {
-      while (++g < full && source.masks && source.masks->as_before(g)) {
+      while (++g < full && how_far.masks && how_far.masks->as_before(g)) {
       }
       continue;
     }
     if (key != kMixed) {
-      source.first = g;
-      g += run_key(plan, work, source, g, full - g, key);
-      if (g == full || !source.goes_on(g)) continue;
+      const int done = run_key(plan, work, source, g, how_far, key);
+      g += done;
+      if (done > 0 && !how_far.goes_on(g)) continue;
       for (int64_t s = 0; s < plan.slices; ++s) words[s] = -(key >> s & 1);
     }
     // not of one set, or with an odd token
@@ -246,10 +244,7 @@ bool walk_direct(const Plan& plan, Workspace& work, int64_t begin, int64_t count
   const char* a = in_place(plan.logp, begin, count);
   const char* b = in_place(plan.old_logp, begin, count);
   if (!a || !b || count % kGroup) return false;
-  Direct<T> source;
-  source.a = (const T*)a;
-  source.b = (const T*)b;
-  walk(plan, work, source, count, moments);
+  walk(plan, work, Direct<T>{(const T*)a, (const T*)b}, count, moments);
   return true;
 }
 
@@ -268,7 +263,7 @@ void block(const Plan& plan, Workspace& work, int64_t begin, int64_t count, Mome
   if (!plan.ids && !work.masks.any_member(count)) return;
   stage_x(plan, begin, count, work.stage);
   for (int64_t i = count; i < groups_of(count) * kGroup; ++i) work.stage.x[i] = 0;
-  walk(plan, work, staged(work.stage.x), count, moments);
+  walk(plan, work, Staged{work.stage.x}, count, moments);
 }
 
 // Works on what still waits in a set, the last group filled with zeros: they add to no sum, but to
@@ -283,7 +278,7 @@ void finish_set(const Plan& plan, Workspace& work, Set& set) {
       most = max(most, load(set.x + i));
     }
     for (int i = set.waiting; i < kGroup; ++i) set.x[i] = 0;
-    run(plan, work, staged(set.x), 0, 1, set);
+    run(plan, work, Staged{set.x}, 0, {nullptr, nullptr, 1}, set);
     set.counts[layout::kCountNZero] -= kGroup - set.waiting;
     store(set.min_x, least);
     store(set.max_x, most);

@@ -73,7 +73,7 @@ struct MixedSums {
       sums[kFarW2] = first ? w * w : fma(w, w, sums[kFarW2]);
       between(2 * i + 1);
       if ((i + 1) % kVectors != 0) continue;
-      const int sum = (set.mixed_groups * (kGroup / kLanes) + i) / kVectors;
+      const unsigned sum = ((unsigned)set.mixed_groups * (kGroup / kLanes) + i) / kVectors;
       float (*const half)[kLanes] = set.mixed[sum % 2];
 #pragma GCC unroll 16
       for (int j = 0; j < kSums; ++j) store(half[j], load(half[j]) + sums[j]);
@@ -139,16 +139,15 @@ inline void finish_mixed(Set& set) {
 // has nothing far; only the last of kSettle is asked. Stops before a group that needs another way;
 // returns the number done.
 template <typename Source>
-__attribute__((noinline)) int add_mixed(Workspace& work, const Source source, int begin, int groups,
-                                        Set& set) {
+__attribute__((noinline)) int add_mixed(Workspace& work, const Source source, int begin, Set& set) {
   const LookConstants constants(work);
   const auto watch_from = [&] { return splat(lesser(set.record, work.too_large)); };
   H watch = watch_from();
   Indices indices(work.pending);
   MixedSums sums(set);
-  int done = 0;
-  while (done < groups && set.expect_far && source.goes_on(begin + done)) {
-    const Group group = source.group(begin + done);
+  int64_t g = begin;
+  for (bool more = true; more; more = set.run.goes_on(++g) && set.expect_far) {
+    const Group group = source.group(g);
     const Look<true, Source> look(group, constants, indices.next);
     if (any_at_least(look.largest, watch)) {
       if (any_at_least(look.largest, splat(work.too_large))) break;
@@ -165,7 +164,6 @@ __attribute__((noinline)) int add_mixed(Workspace& work, const Source source, in
       drain<kHalf>(indices.last, i * kHalf, indices.histogram);
     });
     indices.turn(set.histogram);
-    ++done;
     if (++set.mixed_groups < MixedSums::kSettle) continue;
     settle_mixed(set);
     if (any_at_least(look.largest, splat(work.far))) continue;
@@ -175,7 +173,7 @@ __attribute__((noinline)) int add_mixed(Workspace& work, const Source source, in
   sums.store_to(set);
   set_watch(work, set);
   indices.store_back();
-  return done;
+  return (int)(g - begin);
 }
 
 }  // namespace

@@ -78,7 +78,6 @@ struct CalmSums {
   static constexpr int kSettle = kLanes / 2;  // groups, so 32 additions: equal x^5 within 1e-6
   D x, x2, x3, size;
   F s4, s5, s6, s7;
-  int groups;
 
   explicit CalmSums(const Set& set)
       : x(load(set.near_x)),
@@ -88,8 +87,7 @@ struct CalmSums {
         s4(load(set.calm[0])),
         s5(load(set.calm[1])),
         s6(load(set.calm[2])),
-        s7(load(set.calm[3])),
-        groups(set.calm_groups) {}
+        s7(load(set.calm[3])) {}
   // As they are: where a call ends must not be seen in the sums.
   void store_to(Set& set) const {
     store(set.near_x, x);
@@ -98,7 +96,6 @@ struct CalmSums {
     store(set.abs_x, size);
     const F powers[] = {s4, s5, s6, s7};
     for (int i = 0; i < 4; ++i) store(set.calm[i], powers[i]);
-    set.calm_groups = groups;
   }
 
   template <typename Between>
@@ -128,7 +125,7 @@ struct CalmSums {
     x2 = fma(high, high, fma(low, low, x2));
   }
   void end_group(Set& set) {
-    if (++groups == kSettle) settle(set);
+    if (++set.calm_groups == kSettle) settle(set);
   }
   // (A call would have all sums in memory.)
   __attribute__((always_inline)) void settle(Set& set) {
@@ -144,7 +141,7 @@ struct CalmSums {
     excess = fma(p7, splat(126.0 / 5040), excess);
     store(set.near_k3, load(set.near_k3) + k3);
     store(set.near_excess, load(set.near_excess) + excess);
-    groups = 0;
+    set.calm_groups = 0;
     s4 = splat(0.0f);
     s5 = s6 = s7 = splat(kCalmStart);
   }
@@ -153,7 +150,7 @@ struct CalmSums {
 // What the set's calm sums hold, into the sums over near tokens.
 inline void finish_calm(Set& set) {
   CalmSums sums(set);
-  if (sums.groups > 0) sums.settle(set);
+  if (set.calm_groups > 0) sums.settle(set);
   store(set.near_x2, load(set.near_x2) + sums.x2);
   const D k3 = fma(sums.x3, splat(1.0 / 6), load(set.near_k3));
   store(set.near_k3, fma(sums.x2, splat(0.5), k3));

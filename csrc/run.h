@@ -46,7 +46,7 @@ void finish_parted(Workspace& work, Set& set) {
 // more than they do here.
 template <bool kNarrow, typename Source>
 __attribute__((noinline)) int prepare(const Plan& plan, Workspace& work, const Source& source,
-                                      int begin, int groups, Set& set) {
+                                      int begin, Set& set) {
   constexpr int kPairs = kGroup / kLanes / 2, kCalmGroups = 3;
   const H restless = splat(work.restless), near_below = splat(uint16_t(layout::kNearBits >> 16));
   const H not_calm = splat(limit_of(work, set));
@@ -63,8 +63,8 @@ __attribute__((noinline)) int prepare(const Plan& plan, Workspace& work, const S
   bool new_extrema = false;
   Clipped clipped;
   int taken = 0, calm = 0, wide = 0;
-  for (; taken < groups && taken < kPrepared && calm <= kCalmGroups; ++taken) {
-    if (!source.goes_on(begin + taken)) break;
+  for (; taken < kPrepared && calm <= kCalmGroups; ++taken) {
+    if (taken > 0 && !set.run.goes_on(begin + taken)) break;
     const Group group = source.group(begin + taken);
     H top[kPairs], largest = splat(uint16_t(0)), smallest = abs_bits;
 #pragma GCC unroll 16
@@ -152,26 +152,25 @@ __attribute__((noinline)) bool take_record(const Workspace& work, const Source& 
 // returns the number done. No call inside: accumulators stay in registers (spilled ones cost 0.25
 // cycles a token).
 template <bool kNarrow, bool kCalm, typename Source>
-__attribute__((noinline)) int add_groups(Workspace& work, const Source source, int begin,
-                                         int groups, Set& set, uint16_t first_watch) {
+__attribute__((noinline)) int add_groups(Workspace& work, const Source source, int begin, Set& set,
+                                         uint16_t first_watch) {
   const LookConstants constants(work);
   H bound = splat(first_watch);
   const H watch = splat(set.watch);
-  int64_t zero_tokens = 0;
   Indices indices(work.pending);
   std::conditional_t<kCalm, CalmSums, NearSums> sums(set);
   const H restless = splat(work.restless);
   Clipped clipped;
-  int done = 0;
-  for (; done < groups && source.goes_on(begin + done); ++done) {
-    const Group group = source.group(begin + done);
+  int64_t g = begin;
+  for (bool more = true; more; more = set.run.goes_on(++g)) {
+    const Group group = source.group(g);
     const Look<kNarrow, Source> look(group, constants, indices.next);
     if (any_at_least(look.largest, bound)) break;
     bound = watch;
     const Kind kind = look.tell(group, constants, indices.next);
     if (kind == kOther) break;
     if (kind == kZeros) {
-      zero_tokens += kGroup;  // they add to nothing else
+      set.zeros += kGroup;  // they add to nothing else
       continue;
     }
     if (!kCalm && any_at_least(look.largest, restless)) {
@@ -191,55 +190,52 @@ __attribute__((noinline)) int add_groups(Workspace& work, const Source source, i
   }
   sums.store_to(set);
   if (!kCalm) clipped.store_to(set);
-  set.zeros += zero_tokens;
   if (kNarrow) indices.store_back();
-  return done;
+  return (int)(g - begin);
 }
 
-// Up to `groups` groups of `source` from group `begin` into the set, as far as its run goes. Stops
-// before a group with an odd token and returns the number done.
+// Groups of `source` from group `begin` into the set, as far as its run goes. Stops before a group
+// with an odd token and returns the number done.
 template <bool kNarrow, typename Source>
-int run_groups(const Plan& plan, Workspace& work, const Source& source, int begin, int groups,
-               Set& set) {
-  int done = 0;
+int run_groups(const Plan& plan, Workspace& work, const Source& source, int begin, Set& set) {
+  int g = begin;
   const auto add = [&](uint16_t first_watch) {
     // wide bins are slow whatever the sums: more terms do no harm, one function less
     const int added = set.not_calm < kNotCalm
-                          ? add_groups<kNarrow, kNarrow>(work, source, begin + done, groups - done,
-                                                         set, first_watch)
-                          : add_groups<kNarrow, false>(work, source, begin + done, groups - done,
-                                                       set, first_watch);
-    done += added;
+                          ? add_groups<kNarrow, kNarrow>(work, source, g, set, first_watch)
+                          : add_groups<kNarrow, false>(work, source, g, set, first_watch);
+    g += added;
     return added;
   };
-  while (done < groups) {
+  while (g == begin || set.run.goes_on(g)) {
     if (!set.expect_far) {
-      add(set.watch);
-      if (done == groups || !source.goes_on(begin + done)) break;
-      if (take_record(work, source, begin + done, set) && add(limit_of(work, set)) > 0) continue;
-      set.expect_far = kNarrow && many_far(source.group(begin + done));
+      if (add(set.watch) > 0 && !set.run.goes_on(g)) break;
+      if (take_record(work, source, g, set) && add(limit_of(work, set)) > 0) continue;
+      set.expect_far = kNarrow && many_far(source.group(g));
     }
     if (kNarrow && set.expect_far) {
-      const int mixed = add_mixed(work, source, begin + done, groups - done, set);
-      done += mixed;
+      const int mixed = add_mixed(work, source, g, set);
+      g += mixed;
       if (mixed > 0) continue;
     }
-    const int taken = prepare<kNarrow>(plan, work, source, begin + done, groups - done, set);
+    const int taken = prepare<kNarrow>(plan, work, source, g, set);
     if (taken == 0) break;
-    done += taken;
+    g += taken;
     if (set.near_waiting >= kBuffer) drain_near<kNarrow>(set, set.histogram);
     if (set.far_waiting >= kBuffer) drain_far<kNarrow>(set, set.histogram);
   }
-  if (kNarrow) set.load += kGroup * done;
-  return done;
+  if (kNarrow) set.load += kGroup * (g - begin);
+  return g - begin;
 }
 
+// The same; how_far.end is beyond `begin`, whose group is of the set.
 template <typename Source>
-inline int run(const Plan& plan, Workspace& work, const Source& source, int begin, int groups,
-               Set& set) {
-  if (!work.bins.narrow()) return run_groups<false>(plan, work, source, begin, groups, set);
-  if (set.load + kGroup * groups > kMaxLoad) flush(work, set);
-  return run_groups<true>(plan, work, source, begin, groups, set);
+inline int run(const Plan& plan, Workspace& work, const Source& source, int begin,
+               const Run& how_far, Set& set) {
+  set.run = how_far;
+  if (!work.bins.narrow()) return run_groups<false>(plan, work, source, begin, set);
+  if (set.load + kGroup * (how_far.end - begin) > kMaxLoad) flush(work, set);
+  return run_groups<true>(plan, work, source, begin, set);
 }
 
 }  // namespace

@@ -355,16 +355,24 @@ struct BlockMasks {
 // keep the memory busy: looked at block by block they leave it idle (one mask: float32 1.05,
 // bfloat16 1.1 times; Emerald Rapids).
 struct Run {
-  const uint8_t* mask = nullptr;      // the only one
-  const BlockMasks* masks = nullptr;  // or several; neither: as far as the caller says
-  int first = 0;  // the run's first group: of its set whatever the group before has
+  const uint8_t* mask;      // the only one
+  const BlockMasks* masks;  // or several; neither: up to the end
+  int64_t end;              // group
 
-  __attribute__((always_inline)) bool goes_on(int g) const {
-    if (mask) {
-      __builtin_prefetch(mask + kGroup * g + BlockMasks::kAhead);
-      return nonzero64(mask + kGroup * g) == ~0ull;
+  // Whether group g is of the set of the group before it, which is of one. The members are read
+  // anew for each group: copies of them would lie on the stack, whose place nobody knows (sets.h).
+  __attribute__((always_inline)) bool goes_on(int64_t g) const {
+    if (g >= anew(end)) return false;
+    if (const uint8_t* const only = anew(mask)) {
+      __builtin_prefetch(only + kGroup * g + BlockMasks::kAhead);
+      return nonzero64(only + kGroup * g) == ~0ull;
     }
-    return !masks || g == first || masks->as_before(g);
+    const BlockMasks* const several = anew(masks);
+    return !several || several->as_before(g);
+  }
+  template <typename T>
+  static T anew(const T& member) {
+    return *(const volatile T*)&member;
   }
 };
 
@@ -385,32 +393,27 @@ inline void load_pair(const BFloat16* p, F& a, F& b) { load_bf16_pair(&p->bits, 
 
 // Where groups come from: `ordered` in the order of the tokens, `group` in any. kUpperHalfTells: an
 // x whose upper half is 0 is 0. Staged: from memory.
-struct Staged : Run {
+struct Staged {
   static constexpr bool kUpperHalfTells = false;
   const float* x;
-  Group group(int g) const { return ordered(g); }
-  Group ordered(int g) const {
+  Group group(int64_t g) const { return ordered(g); }
+  Group ordered(int64_t g) const {
     Group out;
 #pragma GCC unroll 16
     for (int i = 0; i < kGroup / kLanes; ++i) out.x[i] = load(x + kGroup * g + i * kLanes);
     return out;
   }
 };
-inline Staged staged(const float* x) {
-  Staged source;
-  source.x = x;
-  return source;
-}
 
 // Straight from contiguous inputs of one type: 0.3 cycles a token less than by way of the stage,
 // and the next lines are on their way while this group is worked on.
 template <typename T>
-struct Direct : Run {
+struct Direct {
   // subnormals of float32 may be below it; no difference of shorter floats is
   static constexpr bool kUpperHalfTells = sizeof(T) == 2;
   const T* a;
   const T* b;
-  Group group(int g) const {
+  Group group(int64_t g) const {
     const T* p = a + kGroup * g;
     const T* q = b + kGroup * g;
     fetch(p);
@@ -426,7 +429,7 @@ struct Direct : Run {
     }
     return out;
   }
-  Group ordered(int g) const {
+  Group ordered(int64_t g) const {
     const T* p = a + kGroup * g;
     const T* q = b + kGroup * g;
     fetch(p);

@@ -387,7 +387,8 @@ def in_stretches(n: int, values: Sequence[Any], rng: np.random.Generator) -> np.
 
 
 @pytest.mark.parametrize(
-    ("n", "count"), [*((n, count) for n in (64 * 1200, 64 * 1200 + 17) for count in (0, 1, 3)), (1 << 20, 0), (1 << 20, 2)]
+    ("n", "count"),
+    [*((n, count) for n in (64 * 1200, 64 * 1200 + 17) for count in (0, 1, 3)), (1 << 20, 0), (1 << 20, 2)],
 )
 def test_runs_and_kinds_of_data_end_anywhere(
     isa: str, count: int, n: int, rng: np.random.Generator, oracle: Any
