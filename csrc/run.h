@@ -228,7 +228,7 @@ int run_groups(const Plan& plan, Workspace& work, const Source& source, int begi
   return g - begin;
 }
 
-// The same; how_far.end is beyond `begin`, whose group is of the set.
+// The same. Group `begin` is there and of the set: it is taken without being asked.
 template <typename Source>
 inline int run(const Plan& plan, Workspace& work, const Source& source, int begin,
                const Run& how_far, Set& set) {

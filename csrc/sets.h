@@ -42,7 +42,7 @@ struct alignas(64) Set {
   int64_t zeros;                    // of groups that are nothing else
   int waiting, near_waiting, far_waiting, queued;
   bool expect_far;      // a quarter of the tokens to come or more is expected to be far (mixed.h)
-  Run run;              // in work
+  Run run;              // in work; written by run() alone
   bool touched;         // in this chunk
   bool seen;            // since the last flush_all
   uint16_t* histogram;  // [NarrowBins::counters()][kTurns]; none for wide bins
