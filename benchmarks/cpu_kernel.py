@@ -258,6 +258,18 @@ def timed(call: Callable[[], object], clock: Callable[[], float] = time.thread_t
     return clock() - start
 
 
+def timed_alone(reader: Reader, call: Callable[[], object]) -> tuple[float, float]:
+    """Seconds of the call, and the fewest operations a cycle just before and after it."""
+    before = reader.operations_a_cycle()
+    seconds = timed(call)
+    return seconds, min(before, reader.operations_a_cycle())
+
+
+def alone_from(operations: list[float]) -> float:
+    """How many operations a cycle tell that nobody was on the core's other hyperthread."""
+    return 0.85 * statistics.quantiles(operations, n=10)[-1]
+
+
 def _engine_call(case: Case, state: State, begin: int) -> Callable[[], object]:
     batch = case.part(begin, begin + CALL)
     return lambda: cpp.accumulate(batch, state, 1, case.isa)
@@ -299,11 +311,8 @@ def single_thread(cases: list[Case], reader: Reader, rounds: int) -> list[dict[s
                         call = _engine_call(case, state, begin)
                     else:
                         call = reader.call(loop, [array[begin : begin + CALL] for array in case.arrays()])
-                    before = reader.operations_a_cycle()
-                    seconds = timed(call)
-                    operations = min(before, reader.operations_a_cycle())
-                    case.times.setdefault(loop, []).append((seconds, operations))
-    alone = 0.85 * statistics.quantiles([s[1] for case in cases for t in case.times.values() for s in t], n=10)[-1]
+                    case.times.setdefault(loop, []).append(timed_alone(reader, call))
+    alone = alone_from([operations for case in cases for t in case.times.values() for _, operations in t])
     rows = []
     for case in cases:
         kept, quiet = {}, 1.0
@@ -477,10 +486,9 @@ def one_process(case: Case, reader: Reader, alone: float, seconds: float = 5.0) 
     state, batch, times = case.state(), case.part(0, CALL), []
     end = time.monotonic() + seconds
     while len(times) < 20 and time.monotonic() < end:
-        before = reader.operations_a_cycle()
-        taken = timed(lambda: cpp.accumulate(batch, state, 1))
-        if min(before, reader.operations_a_cycle()) >= alone:
-            times.append(taken)
+        seconds_taken, operations = timed_alone(reader, lambda: cpp.accumulate(batch, state, 1))
+        if operations >= alone:
+            times.append(seconds_taken)
     return statistics.median(times) / CALL * 1e9 if len(times) >= 5 else float("nan")
 
 
@@ -499,14 +507,12 @@ def octaves(rng: np.random.Generator, reader: Reader, rounds: int) -> list[dict[
         samples: dict[int, list[tuple[float, float]]] = {exponent: [] for exponent in calls}
         for _ in range(20 * rounds):
             for exponent, call in calls.items():
-                before = reader.operations_a_cycle()
-                seconds = timed(call)
-                samples[exponent].append((min(before, reader.operations_a_cycle()), seconds / n * 1e9))
-        alone = 0.85 * statistics.quantiles([s[0] for values in samples.values() for s in values], n=10)[-1]
+                samples[exponent].append(timed_alone(reader, call))
+        alone = alone_from([operations for values in samples.values() for _, operations in values])
         medians = {}
         for exponent, values in samples.items():
-            undisturbed = [ns for operations, ns in values if operations >= alone]
-            medians[exponent] = statistics.median(undisturbed or [ns for _, ns in values])
+            undisturbed = [seconds for seconds, operations in values if operations >= alone]
+            medians[exponent] = statistics.median(undisturbed or [seconds for seconds, _ in values]) / n * 1e9
         slowest = max(medians, key=medians.__getitem__)
         least, greatest = min(medians.values()), medians[slowest]
         row = {"case": name, "least_ns": least, "greatest_ns": greatest, "greatest_of": f"2^{slowest}"}
@@ -516,7 +522,7 @@ def octaves(rng: np.random.Generator, reader: Reader, rounds: int) -> list[dict[
 
 def fresh_processes(count: int, reader: Reader) -> dict[str, float]:
     """The first case in fresh processes: placement in memory must not matter."""
-    alone = 0.85 * statistics.quantiles([reader.operations_a_cycle() for _ in range(200)], n=10)[-1]
+    alone = alone_from([reader.operations_a_cycle() for _ in range(200)])
     command = [sys.executable, __file__, "--one", str(alone), "--tokens", str(CALL)]
     runs = [float(subprocess.run(command, check=True, capture_output=True, text=True).stdout) for _ in range(count)]
     times = sorted(ns for ns in runs if ns == ns)

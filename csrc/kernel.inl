@@ -16,7 +16,7 @@ namespace {
 // Works on the full groups that wait in the set.
 void spill(const Plan& plan, Workspace& work, Set& set) {
   const int groups = set.waiting / kGroup;
-  run(plan, work, Staged{set.x}, 0, {nullptr, nullptr, groups}, set);
+  run(plan, work, Staged{set.x}, 0, Run::up_to(groups), set);
   const int rest = set.waiting - groups * kGroup;
   for (int i = 0; i < rest; ++i) set.x[i] = set.x[groups * kGroup + i];
   set.waiting = rest;
@@ -185,7 +185,7 @@ void walk_ids(const Plan& plan, Workspace& work, const Source& source, int64_t c
     }
     work.ids.fetch_next(g, end);
     if (key != kMixed) {
-      g = key == kNone ? end : g + run_key(plan, work, source, g, {nullptr, nullptr, end}, key);
+      g = key == kNone ? end : g + run_key(plan, work, source, g, Run::up_to(end), key);
       if (g == end) continue;
     }
     // not of one id, or with an odd token
@@ -202,7 +202,7 @@ void walk_ids(const Plan& plan, Workspace& work, const Source& source, int64_t c
 template <typename Source>
 void walk_masks(const Plan& plan, Workspace& work, const Source& source, int64_t count) {
   const int groups = groups_of(count), full = (int)(count / kGroup);
-  Run how_far = {nullptr, nullptr, full};
+  Run how_far = Run::up_to(full);
   if (work.masks.masks == 1) how_far.mask = work.masks.bytes[0];
   if (work.masks.masks > 1) how_far.masks = &work.masks;
   uint64_t words[kMaxMasks];
@@ -278,7 +278,7 @@ void finish_set(const Plan& plan, Workspace& work, Set& set) {
       most = max(most, load(set.x + i));
     }
     for (int i = set.waiting; i < kGroup; ++i) set.x[i] = 0;
-    run(plan, work, Staged{set.x}, 0, {nullptr, nullptr, 1}, set);
+    run(plan, work, Staged{set.x}, 0, Run::up_to(1), set);
     set.counts[layout::kCountNZero] -= kGroup - set.waiting;
     store(set.min_x, least);
     store(set.max_x, most);

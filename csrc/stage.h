@@ -370,6 +370,7 @@ struct Run {
     const BlockMasks* const several = anew(masks);
     return !several || several->as_before(g);
   }
+  static Run up_to(int64_t end) { return {nullptr, nullptr, end}; }
   template <typename T>
   static T anew(const T& member) {
     return *(const volatile T*)&member;
