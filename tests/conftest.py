@@ -9,8 +9,10 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import extension
 import numpy as np
 import promises
 import pytest
@@ -91,6 +93,7 @@ def engines() -> list[Engine]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, help="seed of the random data; a fresh one each run by default")
+    parser.addoption("--extension", type=Path, help="a compiled extension in the place of the installed one")
 
 
 # clients that would look for a network, or tell somebody that they are used
@@ -107,6 +110,8 @@ OFFLINE = {
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.update(OFFLINE)
+    if config.option.extension is not None:
+        extension.load(config.option.extension)
     if config.option.seed is None:
         config.option.seed = random.SystemRandom().randrange(1 << 32)
 
