@@ -21,7 +21,8 @@ demo: $(VENV)/.package
 
 test: $(VENV)/.package $(TRITON_36) $(TRAINERS)
 	$(PIP) --group test
-	PYRLSTATS_TRITON_36=$(abspath $(TRITON_36)) PYRLSTATS_TRAINERS=$(abspath $(TRAINERS)) $(BIN)/pytest
+	PYRLSTATS_TRITON_36=$(abspath $(TRITON_36)) PYRLSTATS_TRAINERS=$(abspath $(TRAINERS)) \
+		$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 lint: $(VENV)/.package
 	$(PIP) --group test --group lint
