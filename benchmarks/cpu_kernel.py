@@ -205,6 +205,7 @@ def make_cases(n: int, rng: np.random.Generator) -> list[Case]:
         Case("f32, 1 slice, Gaussian", gauss, old, one, bar=0.85),
         Case("f32, 1 slice, all zero", own(old), old, one, bar=0.88),
         Case("f32, 1 slice, Laplace(1)", laplace, old, one, bar=0.72),
+        Case("f32, 1 slice, x >= 0", tensor(old.numpy() + np.abs(gauss.numpy() - old.numpy())), old, one),
         Case("f32, 1 slice, pages of 4 KB", own(gauss, huge=False), own(old, huge=False), one),
         Case("f32, no mask, Gaussian", gauss, old),
         Case("f32, 4 slices in runs", gauss, old, runs, bar=0.65),

@@ -65,17 +65,6 @@ inline void set_record(Set& set) {
   set.record = record < 0 ? 0 : half > 0 ? half : 1;
 }
 
-__attribute__((noinline)) void take_extrema(Set& set, const Group& group) {
-  F least = load(set.min_x), most = load(set.max_x);
-  for (const F& v : group.x) {
-    least = min(least, v);
-    most = max(most, v);
-  }
-  store(set.min_x, least);
-  store(set.max_x, most);
-  set_record(set);
-}
-
 inline bool any_subnormal(const Group& group) {
   uint32_t some = mask_bits(subnormal(group.x[0]));
   for (int i = 1; i < kGroup / kLanes; ++i) some |= mask_bits(subnormal(group.x[i]));

@@ -11,9 +11,10 @@ namespace {
 // The sums over |x| < kMixedLimit. x and x^2 of all tokens in float64, in registers; in float32
 // what is near of them, and what one exponential gives for near and far tokens alike.
 struct MixedSums {
-  // Four vectors are summed up, and then two such sums in each half of set.mixed: four roundings,
-  // and equal terms round little.
-  static constexpr int kVectors = 4, kSettle = kLanes / 4;  // groups
+  // Four vectors are summed up, and then two such parts: four roundings, and equal terms round
+  // little.
+  static constexpr int kVectors = 4, kPerGroup = kGroup / kLanes / kVectors;
+  static constexpr int kSettle = kMixedParts / kPerGroup;  // groups
   enum { kNearX, kNearX2, kNearK3, kNearSquare, kFarK3, kFarW, kFarW2, kSize, kSums };
   D x, x2;
   F below, above, far;  // counts
@@ -73,10 +74,9 @@ struct MixedSums {
       sums[kFarW2] = first ? w * w : fma(w, w, sums[kFarW2]);
       between(2 * i + 1);
       if ((i + 1) % kVectors != 0) continue;
-      const unsigned sum = ((unsigned)set.mixed_groups * (kGroup / kLanes) + i) / kVectors;
-      float (*const half)[kLanes] = set.mixed[sum % 2];
+      float (*const part)[kLanes] = set.mixed[set.mixed_groups * kPerGroup + i / kVectors];
 #pragma GCC unroll 16
-      for (int j = 0; j < kSums; ++j) store(half[j], load(half[j]) + sums[j]);
+      for (int j = 0; j < kSums; ++j) store(part[j], sums[j]);
     }
   }
   void add_exactly(const float* there) {
@@ -96,7 +96,9 @@ __attribute__((always_inline)) inline void settle_mixed(Set& set) {
   const double unit = power_of_two(-set.far_scale);
   D sums[Sums::kSums];
   for (int i = 0; i < Sums::kSums; ++i) {
-    const float *p = set.mixed[0][i], *q = set.mixed[1][i];
+    float *const p = set.mixed[0][i], *const q = set.mixed[1][i];
+    store(p, load(p) + load(set.mixed[2][i]));  // halves are widened from memory (simd.h)
+    store(q, load(q) + load(set.mixed[3][i]));
     sums[i] = (widen(p) + widen(p + kHalf)) + (widen(q) + widen(q + kHalf));
   }
   const auto add = [](double* to, D sum) { store(to, load(to) + sum); };
@@ -110,7 +112,6 @@ __attribute__((always_inline)) inline void settle_mixed(Set& set) {
   add(set.far_w, sums[Sums::kFarW] * splat(unit));
   add(set.far_w2, sums[Sums::kFarW2] * splat(unit * unit));
   add(set.abs_x, sums[Sums::kSize]);
-  clear_mixed(set);
 }
 
 // Is a quarter of the group far? Where few are, packing them is quicker.
@@ -124,7 +125,12 @@ inline bool many_far(const Group& group) {
 
 // What the set's mixed groups have left in lanes, into its sums and counts.
 inline void finish_mixed(Set& set) {
-  if (set.mixed_groups > 0) settle_mixed(set);
+  if (set.mixed_groups > 0) {
+    for (int i = set.mixed_groups * MixedSums::kPerGroup; i < kMixedParts; ++i) {
+      for (float* sum : set.mixed[i]) store(sum, splat(0.0f));
+    }
+    settle_mixed(set);
+  }
   const auto count = [](const float* lanes) {
     float sum = 0;
     for (int i = 0; i < kLanes; ++i) sum += lanes[i];
@@ -135,25 +141,21 @@ inline void finish_mixed(Set& set) {
   set.counts[layout::kCountNFar] += count(set.mixed_far);
 }
 
-// Groups with |x| below kMixedLimit and inside the bins, into the sums and the histogram, until one
-// has nothing far; only the last of kSettle is asked. Stops before a group that needs another way;
-// returns the number done.
+// Groups with |x| below kMixedLimit and `watch`, inside the bins, into the sums and the histogram,
+// until one has nothing far; only the last of kSettle is asked. Stops before a group that needs
+// another way; returns the number done.
 template <typename Source>
-__attribute__((noinline)) int add_mixed(Workspace& work, const Source source, int begin, Set& set) {
+__attribute__((noinline)) int add_mixed(Workspace& work, const Source source, int begin, Set& set,
+                                        uint16_t watch) {
   const LookConstants constants(work);
-  const auto watch_from = [&] { return splat(lesser(set.record, work.too_large)); };
-  H watch = watch_from();
+  const H bound = splat(lesser(watch, work.too_large));
   Indices indices(work.pending);
   MixedSums sums(set);
   int64_t g = begin;
   for (bool more = true; more; more = set.run.goes_on(++g) && set.expect_far) {
     const Group group = source.group(g);
     const Look<true, Source> look(group, constants, indices.next);
-    if (any_at_least(look.largest, watch)) {
-      if (any_at_least(look.largest, splat(work.too_large))) break;
-      take_extrema(set, group);
-      watch = watch_from();
-    }
+    if (any_at_least(look.largest, bound)) break;
     const Kind kind = look.tell(group, constants, indices.next);
     if (kind != kUsual) {
       set.expect_far = kind == kOther;

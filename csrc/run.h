@@ -132,31 +132,43 @@ __attribute__((noinline)) int prepare(const Plan& plan, Workspace& work, const S
   return taken;
 }
 
-// Takes the extrema of a group that goes the common way; false where it does not, or has no record.
+// Takes the extrema of up to kPrepared groups of the run, the first of which has a record, as long
+// as upper halves of |x| are below a limit; returns their number. (Of many at once: tokens of one
+// sign hold a record in every group, as `set.record` knows records, and are half as fast one at a
+// time.)
 template <typename Source>
-__attribute__((noinline)) bool take_record(const Workspace& work, const Source& source, int g,
-                                           Set& set) {
-  const Group group = source.group(g);
-  H largest = splat(uint16_t(0));
-  for (int i = 0; i < kGroup / kLanes; i += 2) {
-    largest = max(largest, top_halves(group.x[i], group.x[i + 1]) & splat(uint16_t(0x7fff)));
-  }
-  if (any_at_least(largest, splat(limit_of(work, set)))) return false;
-  if (!any_at_least(largest, splat(set.record))) return false;
-  take_extrema(set, group);
+__attribute__((noinline)) int take_records(const Workspace& work, const Source source, int begin,
+                                           Set& set, uint16_t limit) {
+  F least = load(set.min_x), most = load(set.max_x);
+  int taken = 0;
+  do {
+    const Group group = source.group(begin + taken);
+    H largest = splat(uint16_t(0));
+    for (int i = 0; i < kGroup / kLanes; i += 2) {
+      largest = max(largest, top_halves(group.x[i], group.x[i + 1]) & splat(uint16_t(0x7fff)));
+    }
+    if (any_at_least(largest, splat(limit))) break;
+    if (taken == 0 && !any_at_least(largest, splat(set.record))) return 0;
+    for (const F& v : group.x) {
+      least = min(least, v);
+      most = max(most, v);
+    }
+  } while (++taken < kPrepared && set.run.goes_on(begin + taken));
+  store(set.min_x, least);
+  store(set.max_x, most);
+  set_record(set);
   set_watch(work, set);
-  return true;
+  return taken;
 }
 
-// Groups into the sums over near tokens and the histogram, as long as they need no closer look;
-// returns the number done. No call inside: accumulators stay in registers (spilled ones cost 0.25
-// cycles a token).
+// Groups below `watch` into the sums over near tokens and the histogram, as long as they need no
+// closer look; returns the number done. No call inside: accumulators stay in registers (spilled
+// ones cost 0.25 cycles a token).
 template <bool kNarrow, bool kCalm, typename Source>
 __attribute__((noinline)) int add_groups(Workspace& work, const Source source, int begin, Set& set,
-                                         uint16_t first_watch) {
+                                         uint16_t watch) {
   const LookConstants constants(work);
-  H bound = splat(first_watch);
-  const H watch = splat(set.watch);
+  const H bound = splat(watch);
   Indices indices(work.pending);
   std::conditional_t<kCalm, CalmSums, NearSums> sums(set);
   const H restless = splat(work.restless);
@@ -166,7 +178,6 @@ __attribute__((noinline)) int add_groups(Workspace& work, const Source source, i
     const Group group = source.group(g);
     const Look<kNarrow, Source> look(group, constants, indices.next);
     if (any_at_least(look.largest, bound)) break;
-    bound = watch;
     const Kind kind = look.tell(group, constants, indices.next);
     if (kind == kOther) break;
     if (kind == kZeros) {
@@ -199,24 +210,34 @@ __attribute__((noinline)) int add_groups(Workspace& work, const Source source, i
 template <bool kNarrow, typename Source>
 int run_groups(const Plan& plan, Workspace& work, const Source& source, int begin, Set& set) {
   int g = begin;
-  const auto add = [&](uint16_t first_watch) {
+  const auto add = [&](uint16_t watch) {
     // wide bins are slow whatever the sums: more terms do no harm, one function less
-    const int added = set.not_calm < kNotCalm
-                          ? add_groups<kNarrow, kNarrow>(work, source, g, set, first_watch)
-                          : add_groups<kNarrow, false>(work, source, g, set, first_watch);
-    g += added;
-    return added;
+    return set.not_calm < kNotCalm ? add_groups<kNarrow, kNarrow>(work, source, g, set, watch)
+                                   : add_groups<kNarrow, false>(work, source, g, set, watch);
+  };
+  const auto mix = [&](uint16_t watch) { return add_mixed(work, source, g, set, watch); };
+  // Groups by one way, and once more behind a record; whether the next one may go it too.
+  const auto take = [&](const auto& way, uint16_t watch, uint16_t limit) {
+    int done = way(watch);
+    g += done;
+    if (done > 0 && !set.run.goes_on(g)) return true;
+    const int known = take_records(work, source, g, set, limit);
+    if (known == 0) return false;
+    const int64_t end = set.run.end;
+    set.run.end = g + known;
+    done = way(limit);
+    set.run.end = end;
+    g += done;
+    return done > 0;
   };
   while (g == begin || set.run.goes_on(g)) {
     if (!set.expect_far) {
-      if (add(set.watch) > 0 && !set.run.goes_on(g)) break;
-      if (take_record(work, source, g, set) && add(limit_of(work, set)) > 0) continue;
+      if (take(add, set.watch, limit_of(work, set))) continue;
       set.expect_far = kNarrow && many_far(source.group(g));
     }
     if (kNarrow && set.expect_far) {
-      const int mixed = add_mixed(work, source, g, set);
-      g += mixed;
-      if (mixed > 0) continue;
+      const int first = g;
+      if (take(mix, set.record, work.too_large) || g > first) continue;
     }
     const int taken = prepare<kNarrow>(plan, work, source, g, set);
     if (taken == 0) break;

@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kHalf = kLanes / 2;  // float64 lanes of a vector
 constexpr int kBuffer = 512;       // tokens collected before they are worked on together
-constexpr int kPrepared = 16;      // groups parted into near and far tokens at a time
+constexpr int kPrepared = 16;      // groups looked at ahead: parted by far and near, or for extrema
 constexpr int kJointSets =
     16;  // sets of more than one slice in a chunk; beyond, slice by slice (L2 footprint)
 // Tokens take turns on so many counters of a bin: one counter hit again and again costs 7.2 cycles
@@ -17,6 +17,8 @@ constexpr int kJointSets =
 constexpr int kTurns = 4;
 constexpr uint32_t kMaxLoad =
     kTurns * 65535;  // tokens that 16-bit counters hold: no turn gets more than its share
+
+constexpr int kMixedParts = 4;  // of sums of a few mixed groups
 
 // What a chunk adds to a set, in lanes; buffers of tokens waiting for their set.
 struct alignas(64) Set {
@@ -27,7 +29,7 @@ struct alignas(64) Set {
   // of groups with far tokens (mixed.h): x and x^2 of all their tokens; of a few of these groups
   // sums of both kinds of tokens
   double mixed_x[kHalf], mixed_x2[kHalf];
-  float mixed[2][8][kLanes];
+  float mixed[kMixedParts][8][kLanes];
   float mixed_below[kLanes], mixed_above[kLanes], mixed_far[kLanes];  // counts
   float min_x[kLanes], max_x[kLanes];  // of all chunks since `seen`: an extremum may be told twice
   int calm_groups, mixed_groups;       // how many these are
@@ -60,7 +62,7 @@ struct alignas(64) Set {
 // count in the last 256 bytes of the 64 KB.)
 constexpr size_t kAlias = 1 << 16, kCountersEnd = 0x8700, kCountersBegin = kCountersEnd - 0x2000;
 constexpr size_t kWorkspacePlace = 0xd000, kSetsPlace = 0x8800;
-constexpr size_t kSetStride = kAlias / 2 + 0x140;  // and not all in the same lines of the L1
+constexpr size_t kSetStride = kAlias / 2 + 0xc0;  // and not all in the same lines of the L1
 struct Slot {
   Set set;
   char apart[kSetStride - sizeof(Set)];
@@ -301,12 +303,6 @@ inline void set_watch(const Workspace& work, Set& set) {
   set.watch = lesser(set.record, limit);
 }
 
-inline void clear_mixed(Set& set) {
-  for (auto& half : set.mixed) {
-    for (auto& sum : half) store(sum, splat(0.0f));
-  }
-}
-
 // First meeting of a set in this chunk. Extrema stay: found anew they would cost 0.1 cycles a
 // token.
 void touch(Workspace& work, int index) {
@@ -317,7 +313,6 @@ void touch(Workspace& work, int index) {
                           set.far_w2, set.calm_x2, set.calm_x3, set.mixed_x,     set.mixed_x2};
   for (double* sum : sums) store(sum, none);
   for (int i = 0; i < 4; ++i) store(set.calm[i], splat(i < 1 ? 0.0f : kCalmStart));
-  clear_mixed(set);
   float* const counts[] = {set.mixed_below, set.mixed_above, set.mixed_far};
   for (float* count : counts) store(count, splat(0.0f));
   set.expect_far = false;

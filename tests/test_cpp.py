@@ -123,6 +123,8 @@ def data(kind: str, n: int, rng: np.random.Generator) -> np.ndarray:
         x = np.where(some, rng.choice(np.concatenate([around, -around, [0.0]]), n), rng.normal(0, 0.01, n))
     elif kind == "growing":  # the scale of the far weights changes all the time
         x = np.linspace(-700, 5000, n)
+    elif kind == "one sign":  # every group holds what may be a new minimum or maximum
+        x = rng.choice([-1.0, 1.0]) * np.abs(rng.normal(0, rng.choice([0.01, 0.1, 0.4]), n))
     elif kind == "clipped":
         x = rng.choice([*clip_thresholds(CLIP), 0.0], n).astype(np.float32)
         x = (x.view(np.int32) + rng.integers(-1, 2, n)).astype(np.int32).view(np.float32)
@@ -144,6 +146,7 @@ KINDS = (
         "far and near",
         "side by side",
         "growing",
+        "one sign",
         "clipped",
         "laplace",
         "half zero",
@@ -393,7 +396,7 @@ def in_stretches(n: int, values: Sequence[Any], rng: np.random.Generator) -> np.
 def test_runs_and_kinds_of_data_end_anywhere(
     isa: str, count: int, n: int, rng: np.random.Generator, oracle: Any
 ) -> None:
-    kinds = ("0", "laplace", "far and near", "0.3", "-39.9", "40", "half zero", "0.01")
+    kinds = ("0", "laplace", "far and near", "0.3", "-39.9", "40", "half zero", "one sign", "0.01")
     for based in (False, True):
         x = in_stretches(n, [data(kind, n, rng) for kind in kinds], rng)
         given = [in_stretches(n, [0, 1, 2, 255, rng.integers(0, 3, n)], rng).astype(np.uint8) for _ in range(count)]
@@ -469,7 +472,7 @@ def test_records_do_not_change_the_bits(isa: str, rng: np.random.Generator) -> N
     x += np.linspace(0, 0.05, x.size, dtype=np.float32)
     far = np.where(rng.random(x.size) < 0.01, rng.laplace(0, 1, x.size), x) * np.linspace(0.3, 3, x.size)
     many = np.where(rng.random(x.size) < 0.4, rng.laplace(0, 1, x.size) * np.linspace(1, 3, x.size), x)
-    for tokens in (x, far.astype(np.float32), many.astype(np.float32)):
+    for tokens in (x, far.astype(np.float32), many.astype(np.float32), np.abs(x), -np.abs(many).astype(np.float32)):
         wanted = run(tokens, np.zeros_like(tokens), isa=isa)
         for _ in range(10):
             assert np.array_equal(run(tokens, np.zeros_like(tokens), isa=isa, threads=2).buffer, wanted.buffer)
