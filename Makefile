@@ -28,7 +28,7 @@ lint: $(VENV)/.package
 	$(PIP) --group test --group lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror $$(find csrc -type f)
+	$(BIN)/clang-format --dry-run --Werror $$(find csrc tests/emulated -type f)
 	cd $(VENV) && bin/mypy --config-file $(CURDIR)/pyproject.toml -p pyrlstats
 
 bench: $(VENV)/.package

@@ -94,10 +94,11 @@ __attribute__((always_inline)) inline void settle_mixed(Set& set) {
   // The least scale that their weights, float32 unscaled, need.
   rescale_far(set, -kMixedLimit);
   const double unit = power_of_two(-set.far_scale);
+  static_assert(kMixedParts == 4);
   D sums[Sums::kSums];
   for (int i = 0; i < Sums::kSums; ++i) {
     float *const p = set.mixed[0][i], *const q = set.mixed[1][i];
-    store(p, load(p) + load(set.mixed[2][i]));  // halves are widened from memory (simd.h)
+    store(p, load(p) + load(set.mixed[2][i]));  // from memory halves are widened in one step
     store(q, load(q) + load(set.mixed[3][i]));
     sums[i] = (widen(p) + widen(p + kHalf)) + (widen(q) + widen(q + kHalf));
   }

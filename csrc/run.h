@@ -134,8 +134,8 @@ __attribute__((noinline)) int prepare(const Plan& plan, Workspace& work, const S
 
 // Takes the extrema of up to kPrepared groups of the run, the first of which has a record, as long
 // as upper halves of |x| are below a limit; returns their number. (Of many at once: tokens of one
-// sign hold a record in every group, as `set.record` knows records, and are half as fast one at a
-// time.)
+// sign hold a record in every group, as `set.record` knows records, and one at a time have 0.6 of
+// this rate.)
 template <typename Source>
 __attribute__((noinline)) int take_records(const Workspace& work, const Source source, int begin,
                                            Set& set, uint16_t limit) {
@@ -215,8 +215,11 @@ int run_groups(const Plan& plan, Workspace& work, const Source& source, int begi
     return set.not_calm < kNotCalm ? add_groups<kNarrow, kNarrow>(work, source, g, set, watch)
                                    : add_groups<kNarrow, false>(work, source, g, set, watch);
   };
-  const auto mix = [&](uint16_t watch) { return add_mixed(work, source, g, set, watch); };
-  // Groups by one way, and once more behind a record; whether the next one may go it too.
+  // (expected no more: not even what follows a record)
+  const auto mix = [&](uint16_t watch) {
+    return set.expect_far ? add_mixed(work, source, g, set, watch) : 0;
+  };
+  // Groups by one way, and once more behind a record. False: group g needs another way.
   const auto take = [&](const auto& way, uint16_t watch, uint16_t limit) {
     int done = way(watch);
     g += done;

@@ -18,7 +18,7 @@ constexpr int kTurns = 4;
 constexpr uint32_t kMaxLoad =
     kTurns * 65535;  // tokens that 16-bit counters hold: no turn gets more than its share
 
-constexpr int kMixedParts = 4;  // of sums of a few mixed groups
+constexpr int kMixedParts = 4;  // sums of four vectors each that a few mixed groups leave (mixed.h)
 
 // What a chunk adds to a set, in lanes; buffers of tokens waiting for their set.
 struct alignas(64) Set {

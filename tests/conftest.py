@@ -112,8 +112,20 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.update(OFFLINE)
     if config.option.extension is not None:
         extension.load(config.option.extension)
+    if config.option.seed is None:  # one for all processes of pytest-xdist
+        config.option.seed = getattr(config, "workerinput", {}).get("seed")
     if config.option.seed is None:
         config.option.seed = random.SystemRandom().randrange(1 << 32)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes long comes first: at the end one process would be left with it."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["seed"] = node.config.option.seed
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+CMAKE = (sys.executable, "-m", "cmake")  # the package: one on the path may be too old, or none
 
 
 def build(folder: Path, *settings: str) -> Path:
@@ -17,12 +18,12 @@ def build(folder: Path, *settings: str) -> Path:
 
     subprocess.run(
         [
-            "cmake", "-S", ROOT, "-B", folder, f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+            *CMAKE, "-S", ROOT, "-B", folder, f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
             f"-DPython_EXECUTABLE={sys.executable}", "-DSKBUILD_PROJECT_VERSION=test", *settings,
         ],
         check=True, stdout=subprocess.DEVNULL,
     )  # fmt: skip
-    subprocess.run(["cmake", "--build", folder, "--parallel", "2"], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([*CMAKE, "--build", folder, "--parallel", "2"], check=True, stdout=subprocess.DEVNULL)
     return next(folder.glob("_core*.so"))
 
 

@@ -1,11 +1,12 @@
 """Random calls of the compiled CPU engine under AddressSanitizer and UndefinedBehaviorSanitizer, against the reference.
 
-``make fuzz`` builds the extension with both (GCC or Clang on Linux) and runs this for ``FUZZ_SECONDS``, with the
-machine's instruction sets. ``--emulated`` takes AVX-512 and NEON too, emulated (tests/emulated), and no sanitizers,
-with which that takes too long to compile. Every call has
+``make fuzz`` builds the extension with both (GCC or Clang on Linux) and runs this for ``FUZZ_SECONDS``. Every call has
 inputs of its own shape, dtypes, strides, masks, ids, layout, clip, threads and instruction set, in memory that ends
 where they end: a read or write beyond them stops the process with a report. Results are compared with the reference
 backend as in the tests, results of several threads with those of one to the bit.
+
+``--emulated`` calls the kernels of AVX-512 and NEON too, emulated (tests/emulated); without sanitizers, with which that
+takes too long to compile.
 
 Prints the seed of a call that fails; ``--seed N --calls 1`` repeats it.
 """
@@ -306,7 +307,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first call; each next one has the next seed")
     parser.add_argument("--calls", type=int, help="so many calls instead of so many seconds")
     parser.add_argument("--emulated", action="store_true", help="AVX-512 and NEON too, but no sanitizers")
-    parser.add_argument("--extension", type=Path, help="a sanitized extension; without it, it is built first")
+    parser.add_argument("--extension", type=Path, help="one that is built already")
     options = parser.parse_args()
     if options.emulated:
         core = extension.build(BUILD / "emulated", extension.emulated())

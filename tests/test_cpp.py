@@ -478,6 +478,20 @@ def test_records_do_not_change_the_bits(isa: str, rng: np.random.Generator) -> N
             assert np.array_equal(run(tokens, np.zeros_like(tokens), isa=isa, threads=2).buffer, wanted.buffer)
 
 
+@pytest.mark.parametrize("calm", [0, 1, 2, 3, 4, 5, 8])
+def test_a_group_behind_far_ones_is_summed_alike_with_and_without_a_record(isa: str, calm: int) -> None:
+    """A thread that comes from a chunk with larger tokens meets no record in 0.4, one that begins here does."""
+    groups = np.full((256, 64), 0.01, np.float32)  # a chunk
+    groups[:16, :32], groups[:16, 32:] = 3.0, -0.3
+    groups[16 + calm] = 0.4
+    here = groups.ravel()
+    before = here.copy()
+    before[200:202] = -10.0, 10.0
+    alone, first, both = (run(x, np.zeros_like(x), isa=isa) for x in (here, before, np.concatenate([before, here])))
+    for name in ("near_k3", "near_excess", "abs_x"):
+        assert both.sum(name) - first.sum(name) == pytest.approx(alone.sum(name), rel=1e-12)
+
+
 def test_integers_agree_across_instruction_sets(rng: np.random.Generator) -> None:
     x = data("bits", 100_000, rng)
     masks = memberships("random", x.size, rng)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import platform
+import importlib.metadata
 import shutil
 import subprocess
 import sys
@@ -12,11 +11,13 @@ from pathlib import Path
 import extension
 import pytest
 
+from pyrlstats.backends import cpp
+
 
 @pytest.mark.slow
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="needs an x86-64 machine")
+@pytest.mark.skipif("avx2" not in cpp.instruction_sets(), reason="needs AVX2")
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a compiler")
-@pytest.mark.skipif(importlib.util.find_spec("cmeel") is None, reason="needs cmeel-simde")
+@pytest.mark.skipif(not any(importlib.metadata.distributions(name="cmeel-simde")), reason="needs cmeel-simde")
 def test_instruction_sets_of_other_machines(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     core = extension.build(tmp_path / "build", extension.emulated())
     tests = extension.ROOT / "tests"

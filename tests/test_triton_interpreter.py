@@ -22,6 +22,7 @@ WITH_PTX = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ptx", [False, True], ids=["portable", "emulated PTX"])
 def test_kernels_in_the_interpreter(request, ptx):
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYRLSTATS_BACKEND": "torch"}

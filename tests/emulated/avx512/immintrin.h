@@ -3,7 +3,9 @@
 #pragma once
 #include_next <immintrin.h>
 #define SIMDE_ENABLE_NATIVE_ALIASES
+#define __mmask64 __mmask64  // (the compiler's own: Clang's is another type than SIMDe's)
 #include <simde/x86/avx512.h>
+#undef __mmask64
 
 namespace emulated {
 
