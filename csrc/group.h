@@ -65,6 +65,24 @@ inline void set_record(Set& set) {
   set.record = record < 0 ? 0 : half > 0 ? half : 1;
 }
 
+// The extrema of a set and of more tokens.
+struct Extrema {
+  F least, most;
+  explicit Extrema(const Set& set) : least(load(set.min_x)), most(load(set.max_x)) {}
+  void add(F v) {
+    least = min(least, v);
+    most = max(most, v);
+  }
+  void add(const Group& group) {
+    for (const F& v : group.x) add(v);
+  }
+  void store_to(Set& set) const {
+    store(set.min_x, least);
+    store(set.max_x, most);
+    set_record(set);
+  }
+};
+
 inline bool any_subnormal(const Group& group) {
   uint32_t some = mask_bits(subnormal(group.x[0]));
   for (int i = 1; i < kGroup / kLanes; ++i) some |= mask_bits(subnormal(group.x[i]));

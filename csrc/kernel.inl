@@ -271,18 +271,13 @@ void block(const Plan& plan, Workspace& work, int64_t begin, int64_t count, Mome
 void finish_set(const Plan& plan, Workspace& work, Set& set) {
   if (set.waiting >= kGroup) spill(plan, work, set);
   if (set.waiting > 0) {
-    F least = load(set.min_x), most = load(set.max_x);
+    Extrema extrema(set);
     for (int i = set.waiting; i < kGroup; ++i) set.x[i] = set.x[0];
-    for (int i = 0; i < kGroup; i += kLanes) {
-      least = min(least, load(set.x + i));
-      most = max(most, load(set.x + i));
-    }
+    extrema.add(Staged{set.x}.group(0));
     for (int i = set.waiting; i < kGroup; ++i) set.x[i] = 0;
     run(plan, work, Staged{set.x}, 0, Run::up_to(1), set);
     set.counts[layout::kCountNZero] -= kGroup - set.waiting;
-    store(set.min_x, least);
-    store(set.max_x, most);
-    set_record(set);
+    extrema.store_to(set);
     set.waiting = 0;
   }
   finish_calm(set);

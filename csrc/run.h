@@ -56,7 +56,7 @@ __attribute__((noinline)) int prepare(const Plan& plan, Workspace& work, const S
   constexpr uint32_t kAll = (1u << kLanes) - 1;
   const int shift = work.narrow.shift;
   uint16_t* index = set.queue + set.queued;
-  F most = load(set.max_x), least = load(set.min_x);
+  Extrema extrema(set);
   // in registers: stores of vectors may alias the set
   float* near = set.near + set.near_waiting;
   float* far = set.far + set.far_waiting;
@@ -84,10 +84,7 @@ __attribute__((noinline)) int prepare(const Plan& plan, Workspace& work, const S
     calm = any_at_least(largest, not_calm) ? 0 : calm + 1;
     if (any_at_least(largest, record)) {
       new_extrema = true;
-      for (const F& v : group.x) {
-        least = min(least, v);
-        most = max(most, v);
-      }
+      extrema.add(group);
     }
     if (!any_at_least(largest, splat(uint16_t(1)))) {
       set.zeros += kGroup;
@@ -119,11 +116,7 @@ __attribute__((noinline)) int prepare(const Plan& plan, Workspace& work, const S
     }
   }
   set.not_calm += wide;
-  if (new_extrema) {
-    store(set.min_x, least);
-    store(set.max_x, most);
-    set_record(set);
-  }
+  if (new_extrema) extrema.store_to(set);
   set_watch(work, set);
   clipped.store_to(set);
   set.far_waiting = (int)(far - set.far);
@@ -139,7 +132,7 @@ __attribute__((noinline)) int prepare(const Plan& plan, Workspace& work, const S
 template <typename Source>
 __attribute__((noinline)) int take_records(const Workspace& work, const Source source, int begin,
                                            Set& set, uint16_t limit) {
-  F least = load(set.min_x), most = load(set.max_x);
+  Extrema extrema(set);
   int taken = 0;
   do {
     const Group group = source.group(begin + taken);
@@ -149,14 +142,9 @@ __attribute__((noinline)) int take_records(const Workspace& work, const Source s
     }
     if (any_at_least(largest, splat(limit))) break;
     if (taken == 0 && !any_at_least(largest, splat(set.record))) return 0;
-    for (const F& v : group.x) {
-      least = min(least, v);
-      most = max(most, v);
-    }
+    extrema.add(group);
   } while (++taken < kPrepared && set.run.goes_on(begin + taken));
-  store(set.min_x, least);
-  store(set.max_x, most);
-  set_record(set);
+  extrema.store_to(set);
   set_watch(work, set);
   return taken;
 }

@@ -197,7 +197,7 @@ def die(rank: int, world: int, how: str) -> dict[str, Any]:
         if how == "between the collectives":
             made._reduction._buffers.pack_sums = lambda: os._exit(1)  # type: ignore[union-attr, method-assign]
             made.all_reduce()
-        time.sleep(6.0)  # longer than the time-out
+        time.sleep(12.0)  # longer than the others may wait: its end would be an error too
         return {}
     start = time.monotonic()
     error = error_of(made.all_reduce)
