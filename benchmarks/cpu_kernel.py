@@ -501,7 +501,7 @@ def octaves(rng: np.random.Generator, reader: Reader, rounds: int) -> list[dict[
     one = [own(torch.ones(n, dtype=torch.bool))]
     for name, masks in (("1 slice", one), ("4 slices in runs", masks_in_runs(n, rng))):
         cases = {}
-        for exponent in range(-20, -3):  # of abs(x) from 1e-6 to 1/8, which goes one way
+        for exponent in range(-24, -3):  # of abs(x) from 6e-8 to 1/8, which goes one way
             x = rng.uniform(2.0**exponent, 2.0 ** (exponent + 1), n) * rng.choice([-1, 1], n)
             cases[exponent] = Case(f"2^{exponent}", own(torch.from_numpy(x.astype(np.float32))), old, masks)
         calls = {exponent: _engine_call(case, case.state(), 0) for exponent, case in cases.items()}
