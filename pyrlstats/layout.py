@@ -177,13 +177,18 @@ def check_dual_clip(dual_clip: float) -> float:
 
 
 def check_truncate(truncate: tuple[float, float]) -> tuple[float, float]:
-    """(lo, hi) as floats, with 0 <= lo < hi; hi may be infinite."""
+    """(lo, hi) as floats, 0 <= lo < hi; 0, infinite, or from 1e-100 to 1e100, whose squares float64 holds."""
     try:
         lo, hi = (float(bound) for bound in truncate)
     except (TypeError, ValueError) as error:
         raise ValueError(f"truncate must be two numbers (lo, hi), bounds of the ratio, got {truncate!r}") from error
     if not 0.0 <= lo < hi:
         raise ValueError(f"truncate must satisfy 0 <= lo < hi, got ({lo}, {hi}): bounds of the ratio, such as (0.5, 2)")
+    for bound in (lo, hi):
+        if bound not in (0.0, math.inf) and not 1e-100 <= bound <= 1e100:
+            raise ValueError(
+                f"truncate must have bounds from 1e-100 to 1e100, got ({lo}, {hi}): 0 and inf for none on that side"
+            )
     return lo, hi
 
 

@@ -297,6 +297,8 @@ def test_what_was_not_asked_for_is_not_there(rng):
         ({"truncate": (2.0, 0.5)}, r"truncate must satisfy 0 <= lo < hi"),
         ({"truncate": 2.0}, r"truncate must be two numbers"),
         ({"truncate": (math.nan, 2.0)}, r"truncate must satisfy"),
+        ({"truncate": (0.0, 1e-200)}, r"truncate must have bounds from 1e-100 to 1e100, .* 0 and inf for none"),
+        ({"truncate": (0.5, 1e200)}, r"truncate must have bounds"),
         ({"advantages": np.ones(4), "dual_clip": 1.0}, r"dual_clip must be above 1"),
         ({"advantages": np.ones(3)}, r"one value a row: 4 are wanted .*, got 3"),
         ({"advantages": np.ones((4, 7))}, r"advantages must broadcast"),
