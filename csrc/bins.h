@@ -58,9 +58,9 @@ constexpr float kMixedLimit = 40.0f;    // exp(2 x) of a few tokens is a float32
 constexpr float kCalmLimit = 0.125f;    // below, fewer terms of exp(x) do
 constexpr float kCalmLeast = 0x1p-31f;  // from here on float32 holds x^4
 // What sums of higher powers start from: subnormal ones would take a hundred cycles each on Intel.
-// So much that x^7 of either sign cancels it to a subnormal number once in 10^5 additions at most
-// (from 2^-120, once in 15 where |x| is 5e-6: 1.7 times as long), so little that the sums never
-// feel it.
+// So much that powers of either sign seldom cancel it to one: from 2^-120, those of |x| about 5e-6
+// did in every fifteenth vector (1.7 times as long). It is taken off again, exactly, before the
+// sums are used.
 constexpr float kCalmStart = 0x1p-104f;
 static_assert(layout::kNearBits == 0x3f000000, "kNearLimit is layout.py's NEAR_LIMIT");
 

@@ -129,7 +129,9 @@ struct CalmSums {
   }
   // (A call would have all sums in memory.)
   __attribute__((always_inline)) void settle(Set& set) {
-    const D p4 = widened(s4), p5 = widened(s5), p6 = widened(s6), p7 = widened(s7);
+    const D start = widened(splat(kCalmStart));
+    const D p4 = widened(s4), p5 = widened(s5) - start, p6 = widened(s6) - start;
+    const D p7 = widened(s7) - start;
     D k3 = p4 * splat(1.0 / 24);
     k3 = fma(p5, splat(1.0 / 120), k3);
     k3 = fma(p6, splat(1.0 / 720), k3);

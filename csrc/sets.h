@@ -59,8 +59,8 @@ struct alignas(64) Set {
 // where the indices lie so from the counters that the data hit, a token takes 7 cycles instead of
 // 1.4 (Emerald Rapids). So the counters of the default layout, 256 bytes an octave and a sign, end
 // at one place in 64 KB, and the workspace and the first sets keep away from them. (Exact zeros
-// count in the last 256 bytes of the 64 KB.) The distance is of physical memory, where pages lie in
-// any order: then the counters of 2^-14 and 2^2, whose place in a page is the indices', may still
+// count at 0xfe00.) The distance is of physical memory. Where its pages lie in any order, only the
+// place in a page is certain: the indices have that of the counters of 2^-14 and 2^2 and may still
 // meet them. (Huge pages keep that out; but counters of x and -x, 64 KB apart, then always meet:
 // bfloat16 had 0.94 of its rate.)
 constexpr size_t kAlias = 1 << 16, kCountersEnd = 0x8600, kCountersBegin = kCountersEnd - 0x2000;

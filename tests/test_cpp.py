@@ -569,6 +569,20 @@ def test_equal_tokens_of_every_size(isa: str, size: float, oracle: Any) -> None:
         check(oracle, run(x, np.zeros_like(x), isa=isa), x, [np.ones(x.size, bool)])
 
 
+@pytest.mark.parametrize("exponent", [-33, -32, -31, -30, -27, -24, -18])
+def test_a_tiny_token_alone_among_zeros(isa: str, exponent: int, oracle: Any) -> None:
+    """Sums of high powers begin above zero; nothing of that may be seen in what a lone token leaves."""
+    for value in (2.0**exponent, -1.3 * 2.0**exponent):
+        for n in (64, 3 * 16 * 1024):  # one group; a token in each of three chunks
+            x = np.zeros(n, np.float32)
+            x[:: 16 * 1024] = value
+            state = run(x, np.zeros_like(x), isa=isa)
+            check(oracle, state, x, [np.ones(n, bool)])
+            wanted = expected(x, [np.ones(n, bool)])
+            for name in ("near_k3", "near_excess"):
+                assert state.sum(name)[0] == pytest.approx(wanted.sum(name)[0], rel=promises.OTHER, abs=0), name
+
+
 def test_flush_to_zero_of_the_caller_changes_nothing(isa: str, rng: np.random.Generator, oracle: Any) -> None:
     x = data("1e-41", 3000, rng)
     x[::3] = 3e-40
