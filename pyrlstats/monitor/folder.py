@@ -16,9 +16,9 @@ loses at most the step in flight; a torn last line is cut off when the run is re
 are torn or damaged and count them. Nothing is forced to the disk before ``close``: a machine that loses power can lose
 what its kernel still held.
 
-A step that comes again, or a step below the last one, means that training went back to a checkpoint. In steps.jsonl
-what was written last counts, step by step. In alerts.jsonl a line ``{"back_to": step}`` takes back the alerts from
-that step on.
+A step that comes again, or a step below the last one, means that training went back to a checkpoint: it takes back the
+steps written before it from that step on. In alerts.jsonl a line ``{"back_to": step}`` does so. What was taken back
+stays in the files, and the folders of its alerts where they are.
 
 One process writes (it holds a lock where the system has them), any number read.
 """
@@ -300,7 +300,7 @@ class RunReader:
         self.damaged = 0
         self._offset = start
         self._alerts_offset = 0
-        self._records: dict[int, Record] = {}
+        self._records: list[Record] = []
         self._alerts: list[Alert] = []
         self.info = self._read_info()
         self.refresh()
@@ -325,7 +325,9 @@ class RunReader:
                 self.damaged += 1
                 continue
             new.append(record)
-            self._records[record.step] = record
+            while self._records and self._records[-1].step >= record.step:  # training went back
+                self._records.pop()
+            self._records.append(record)
         self._offset = self._read_to
         for _, fields in self._lines(self.path / ALERTS, self._alerts_offset):
             fields.pop("crc")
@@ -341,8 +343,8 @@ class RunReader:
 
     @property
     def steps(self) -> list[Record]:
-        """Every step, ascending; of a step written twice the last."""
-        return [self._records[step] for step in sorted(self._records)]
+        """Every step that was not taken back, ascending."""
+        return list(self._records)
 
     @property
     def alerts(self) -> list[Alert]:
