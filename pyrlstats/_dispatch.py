@@ -78,7 +78,7 @@ def _chosen(kind: str | None, forced: str | None) -> tuple[str, ModuleType]:
     if reason is None:
         return best, _module(best)
     name = next(name for name in others if unavailable(name) is None)
-    warnings.warn(f"pyrlstats runs its slow {name!r} backend: {reason}", RuntimeWarning, stacklevel=5)
+    warnings.warn(f"pyrlstats runs its slow {name!r} backend, not {best!r}: {reason}", RuntimeWarning, stacklevel=5)
     return name, _module(name)
 
 

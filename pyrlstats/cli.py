@@ -18,7 +18,8 @@ try:
 except ModuleNotFoundError as error:
     if not TYPE_CHECKING:
         extra = next((word for word in sys.argv[1:2] if word in ("demo", "bench")), "watch")
-        raise SystemExit(f"pyrlstats: the command line needs {error.name}: pip install 'pyrlstats[{extra}]'") from None
+        sys.stderr.write(f"pyrlstats: the command line needs {error.name}: pip install 'pyrlstats[{extra}]'\n")
+        raise SystemExit(3) from None  # to `check` 1 means a warning
 
 
 def info() -> None:

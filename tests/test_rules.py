@@ -530,6 +530,17 @@ def test_what_is_missing_is_counted_and_said_once(tmp_path: Path) -> None:
     assert len(young.notices(at_end=True)) == 1
 
 
+def test_slices_with_too_few_tokens_at_every_step_are_named(tmp_path: Path) -> None:
+    text = GOOD.replace('scalar = "mine"', 'statistic = "ess"') + 'slices = ["*"]\nmin_tokens = 1000\n'
+    rules = load_rules(write(tmp_path, text), builtin=False)
+    few, once = np.full(100, 999.0), np.full(100, 999.0)
+    once[50] = 1000.0
+    signals = {"a/ess": np.ones(100), "a/n_finite": few, "b/ess": np.ones(100), "b/n_finite": once}
+    assert replay(rules, Table(STEPS, signals), 10).notices == [
+        "rules that never look at a, which has fewer than 1,000 tokens at every step: 1 (mine)"
+    ]
+
+
 def test_a_monitor_with_rules_says_what_is_missing_once_and_alarms(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,6 +10,7 @@ import re
 import select
 import signal
 import struct
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -21,11 +22,15 @@ import torch
 from typer.testing import CliRunner, Result
 from watch_runs import NAMES, alert, step_stats, write_run
 
-from pyrlstats import _dispatch
+from pyrlstats import _dispatch, slice_stats
 from pyrlstats.cli import build_app
 from pyrlstats.columnar import write_parquet
 from pyrlstats.monitor.alerts import Alert
+from pyrlstats.monitor.rules import builtin_rules
+from pyrlstats.sinks import JsonlSink
 from pyrlstats.watch import doctor
+from pyrlstats.watch.runs import open_run
+from pyrlstats.watch.summary import scalars_of
 from pyrlstats.watch.terminal import ago, short, sparkline
 
 
@@ -112,6 +117,18 @@ def test_watch_of_a_run_that_has_just_begun(tmp_path: Path, steps: int) -> None:
     done = call("watch", write_run(tmp_path / "run", steps), "--once", "--width", 80)
     assert done.exit_code == 0
     assert ("no steps yet" in done.stdout) == (steps == 0)
+
+
+def test_statistics_on_request_are_no_scalars_of_the_trainer(tmp_path: Path) -> None:
+    x = np.random.default_rng(0).normal(0, 0.1, (4, 100))
+    path = tmp_path / "steps.jsonl"
+    sink = JsonlSink(path)
+    for step in range(1, 5):
+        tool = {"post_tool": np.arange(100) > step}
+        stats = slice_stats(x * step, np.zeros_like(x), tool, advantages=x[:, 0], truncate=(0.5, 2))
+        sink.write(step, {}, stats.to_dict("rl/") | {"reward": float(step), "mine/loss": 1.0 / step})
+    scalars = scalars_of(open_run(path), builtin_rules(), 50)
+    assert set(scalars) == {"reward", "mine/loss"}
 
 
 def test_watch_of_scalars(tmp_path: Path) -> None:
@@ -430,3 +447,12 @@ def test_names_are_not_taken_for_markup(tmp_path: Path) -> None:
     assert "[red]run" in call("watch", path, "--once").stdout
     assert "[red]run" in call("compare", path, path).stdout
     assert set(NAMES) <= set(call("compare", path, path).stdout.split())
+
+
+def test_without_its_extra_the_command_line_does_not_say_warning() -> None:
+    code = "import sys; sys.modules['typer'] = None; import pyrlstats.cli"
+    done = subprocess.run([sys.executable, "-c", code, "check", "x"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (
+        3,
+        "pyrlstats: the command line needs typer: pip install 'pyrlstats[watch]'\n",
+    )

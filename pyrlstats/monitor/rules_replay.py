@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,7 +97,22 @@ def replay(rules: RuleSet, table: Table, warmup: int) -> Replay:
             if not bound.absent:
                 alerts += _episodes(bound, table, past, warmup)
     alerts.sort(key=lambda alert: alert.step)
-    return Replay(alerts, names.unheard(bounds, set(table.signals)))
+    return Replay(alerts, names.unheard(bounds, set(table.signals)) + _too_few(bounds, table, past))
+
+
+def _too_few(bounds: Sequence[Bound], table: Table, past: _Past) -> list[str]:
+    """One sentence for each slice that some rules never look at, as it has fewer tokens than they want."""
+    silent: dict[tuple[str, int], list[str]] = {}
+    for bound in bounds:
+        if bound.absent or bound.tokens is None or not len(table.steps):
+            continue
+        if (bound.tokens.last(past, len(table.steps)) < bound.rule.min_tokens).all():
+            silent.setdefault((bound.slice or "", bound.rule.min_tokens), []).append(bound.rule.name)
+    return [
+        f"rules that never look at {name}, which has fewer than {least:,} tokens at every step: "
+        f"{len(names)} ({', '.join(names)})"
+        for (name, least), names in silent.items()
+    ]
 
 
 def _episodes(bound: Bound, table: Table, past: _Past, warmup: int) -> list[Alert]:

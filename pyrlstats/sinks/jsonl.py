@@ -25,10 +25,15 @@ class JsonlSink:
 
     Raises:
         OSError: it cannot be created.
+        ValueError: it is a file of a monitor's run folder.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        from pyrlstats.monitor.folder import ALERTS, RUN, STEPS
+
         self.path = Path(path)
+        if self.path.name in (STEPS, ALERTS) and (self.path.parent / RUN).exists():
+            raise ValueError(f"{self.path} belongs to the run folder of a Monitor: use another name or folder")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, "ab+") as file:
             _cut_torn_line(file)

@@ -199,9 +199,12 @@ _FIRST = ("reward", "evaluation", "loss", "kl", "entropy", "grad_norm", "length"
 
 
 def _is_statistic(run: Run, key: str) -> bool:
+    """Of a slice: by its name, or by what stands beside it (statistics on request)."""
     from pyrlstats.monitor.rules_names import split_key
 
-    return split_key(key) is not None or key.endswith("n_out_of_range")
+    slice_key = key.rpartition("/")[0]
+    beside = bool(slice_key) and f"{slice_key}/n_tokens" in run.table.signals
+    return beside or split_key(key) is not None or key.endswith("n_out_of_range")
 
 
 def span(steps: NDArray[np.int64]) -> str:

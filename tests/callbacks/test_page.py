@@ -27,6 +27,6 @@ def test_the_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         exec(compile(block, "callbacks.md", "exec"), found)
         assert not any(found["callback"].failures.values())
     for name in ("steps.jsonl", "lightning.jsonl"):
-        records = read_jsonl(tmp_path / "run" / name)
+        records = read_jsonl(tmp_path / "logs" / name)
         assert [record["step"] for record in records] == [2, 4, 6]
         assert all(record["rl/post_tool/n_tokens"] > 0 for record in records)

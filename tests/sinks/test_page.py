@@ -39,8 +39,8 @@ def test_the_code_runs(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "failed; training goes on" not in done.stderr
-    assert [record["step"] for record in read_jsonl(tmp_path / "run" / "steps.jsonl")] == [1, 2, 3, 4, 5]
-    assert [step for step, _ in read_parquet(tmp_path / "run" / "parquet" / "rl")] == [1, 2, 3]
+    assert [record["step"] for record in read_jsonl(tmp_path / "logs" / "steps.jsonl")] == [1, 2, 3, 4, 5]
+    assert [step for step, _ in read_parquet(tmp_path / "logs" / "parquet" / "rl")] == [1, 2, 3]
 
 
 def test_a_sink_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:

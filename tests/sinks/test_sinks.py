@@ -14,6 +14,7 @@ import torch
 
 from pyrlstats import sinks as package
 from pyrlstats import slice_stats
+from pyrlstats.monitor import Monitor
 from pyrlstats.sinks import JsonlSink, Sinks, read_jsonl
 from pyrlstats.state import State
 from pyrlstats.values import value_stats
@@ -178,6 +179,17 @@ def test_a_torn_line_is_passed_over_and_cut_off(tmp_path: Any, steps: Any) -> No
     path.write_text("{}\n[1]\n")
     with pytest.raises(ValueError, match="line 2"):
         read_jsonl(path)
+
+
+def test_jsonl_leaves_a_monitors_files_alone(tmp_path: Any) -> None:
+    with Monitor(tmp_path / "run") as monitor:
+        monitor.observe(1, None, {"loss": 1.0})
+    before = (tmp_path / "run" / "steps.jsonl").read_bytes()
+    for name in ("steps.jsonl", "alerts.jsonl"):
+        with pytest.raises(ValueError, match="of a Monitor: use another name or folder"):
+            JsonlSink(tmp_path / "run" / name)
+    JsonlSink(tmp_path / "run" / "mine.jsonl").write(1, {}, {"loss": 1.0})
+    assert (tmp_path / "run" / "steps.jsonl").read_bytes() == before
 
 
 def test_jsonl_keeps_its_own_keys(tmp_path: Any) -> None:
