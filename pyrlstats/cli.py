@@ -19,7 +19,7 @@ except ModuleNotFoundError as error:
     if not TYPE_CHECKING:
         extra = next((word for word in sys.argv[1:2] if word in ("demo", "bench")), "watch")
         sys.stderr.write(f"pyrlstats: the command line needs {error.name}: pip install 'pyrlstats[{extra}]'\n")
-        raise SystemExit(3) from None  # to `check` 1 means a warning
+        raise SystemExit(3 if extra == "watch" else 1) from None  # to `check` 1 means a warning
 
 
 def info() -> None:
