@@ -536,9 +536,12 @@ def test_slices_with_too_few_tokens_at_every_step_are_named(tmp_path: Path) -> N
     few, once = np.full(100, 999.0), np.full(100, 999.0)
     once[50] = 1000.0
     signals = {"a/ess": np.ones(100), "a/n_finite": few, "b/ess": np.ones(100), "b/n_finite": once}
-    assert replay(rules, Table(STEPS, signals), 10).notices == [
-        "rules that never look at a, which has fewer than 1,000 tokens at every step: 1 (mine)"
-    ]
+    table = Table(STEPS, signals)
+    expected = ["rules that never look at a, which has fewer than 1,000 tokens at every step: 1 (mine)"]
+    assert replay(rules, table, 10).notices == expected
+    _, book = step_by_step(rules, table)
+    assert book.notices(at_end=True) == expected
+    assert book.notices(at_end=True) == []
 
 
 def test_a_monitor_with_rules_says_what_is_missing_once_and_alarms(

@@ -189,6 +189,8 @@ class Rule(_Strict):
         text = " and ".join(condition.describe() for condition in self.when)
         if self.for_steps > 1:
             text += f", {self.for_steps} times in a row"
+        if self.min_tokens:
+            text += f", with {self.min_tokens:,} tokens or more"
         return text
 
 

@@ -34,7 +34,8 @@ class RuleBook:
     between two of them the rule holds if it held at the last. What is missing, or NaN, is counted; it neither makes a
     rule hold nor clears it.
 
-    After 200 steps it logs once, by the logger "pyrlstats.monitor" of rank 0, which rules have nothing to look at.
+    After 200 steps it logs once, by the logger "pyrlstats.monitor" of rank 0, which rules have nothing to look at, and
+    which slices have too few tokens for some.
 
     Args:
         rules: from :func:`pyrlstats.monitor.rules.load_rules`.
@@ -49,6 +50,7 @@ class RuleBook:
         self._names = Names(rules)
         self._known: tuple[tuple[str, ...], list[Bound]] | None = None
         self._seen: set[str] = set()
+        self._most: dict[str, float] = {}  # tokens that a slice had at a step
         self._steps = 0
         self._told = False
         self._presence = Presence(max(DEPTH, self.depth))
@@ -86,6 +88,9 @@ class RuleBook:
             if bound.absent:
                 self.missing.setdefault(bound.rule.name, Counter()).update(bound.absent)
                 continue
+            tokens = bound.tokens.key if bound.tokens is not None else None
+            if tokens is not None and tokens in signals:
+                self._most[tokens] = max(self._most.get(tokens, 0.0), signals[tokens])
             evidence = bound.held(step, history, self._presence)
             if evidence is not None:
                 alerts.append(bound.alert(step, evidence))
@@ -108,7 +113,8 @@ class RuleBook:
         if self._told or not self._steps or (self._steps < NOTICE_AFTER and not at_end):
             return []
         self._told = True
-        return self._names.unheard(self._known[1] if self._known else [], self._seen)
+        bounds = self._known[1] if self._known else []
+        return self._names.unheard(bounds, self._seen) + too_few(bounds, self._most)
 
 
 def signals_needed(rules: RuleSet) -> tuple[str, ...]:
@@ -506,6 +512,25 @@ class Names:
             f"{len(names)} of {len(self._rules.rules)} rules have nothing to look at ({', '.join(names)}): "
             f"this run has no {', '.join(signals)}"
         ]
+
+
+def too_few(bounds: Sequence[Bound], most: Mapping[str, float]) -> list[str]:
+    """One sentence for each slice that rules never look at, as it never has the tokens they want.
+
+    Args:
+        bounds: rules on slices.
+        most: key of a slice's finite tokens -> the most it had at a step.
+    """
+    silent: dict[tuple[str | None, int], list[str]] = {}
+    for bound in bounds:
+        key = bound.tokens.key if bound.tokens is not None and not bound.absent else None
+        if key is not None and key in most and most[key] < bound.rule.min_tokens:
+            silent.setdefault((bound.slice, bound.rule.min_tokens), []).append(bound.rule.name)
+    return [
+        f"rules that never look at {name}, which has fewer than {least:,} tokens at every step: "
+        f"{len(rules)} ({', '.join(rules)})"
+        for (name, least), rules in silent.items()
+    ]
 
 
 def _of_all(signal: str) -> str:

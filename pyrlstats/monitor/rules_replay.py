@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pyrlstats.monitor.alerts import Alert
 from pyrlstats.monitor.history import robust_spread
 from pyrlstats.monitor.rules import RuleSet
-from pyrlstats.monitor.rules_evaluation import Bound, Looked, Names, look, observed
+from pyrlstats.monitor.rules_evaluation import Bound, Looked, Names, look, observed, too_few
 from pyrlstats.monitor.rules_measures import Floats
 
 
@@ -97,22 +97,9 @@ def replay(rules: RuleSet, table: Table, warmup: int) -> Replay:
             if not bound.absent:
                 alerts += _episodes(bound, table, past, warmup)
     alerts.sort(key=lambda alert: alert.step)
-    return Replay(alerts, names.unheard(bounds, set(table.signals)) + _too_few(bounds, table, past))
-
-
-def _too_few(bounds: Sequence[Bound], table: Table, past: _Past) -> list[str]:
-    """One sentence for each slice that some rules never look at, as it has fewer tokens than they want."""
-    silent: dict[tuple[str, int], list[str]] = {}
-    for bound in bounds:
-        if bound.absent or bound.tokens is None or not len(table.steps):
-            continue
-        if (bound.tokens.last(past, len(table.steps)) < bound.rule.min_tokens).all():
-            silent.setdefault((bound.slice or "", bound.rule.min_tokens), []).append(bound.rule.name)
-    return [
-        f"rules that never look at {name}, which has fewer than {least:,} tokens at every step: "
-        f"{len(names)} ({', '.join(names)})"
-        for (name, least), names in silent.items()
-    ]
+    keys = {bound.tokens.key for bound in bounds if bound.tokens is not None}
+    most = {key: float(np.fmax.reduce(table.signals[key])) for key in keys if key is not None and len(table.steps)}
+    return Replay(alerts, names.unheard(bounds, set(table.signals)) + too_few(bounds, most))
 
 
 def _episodes(bound: Bound, table: Table, past: _Past, warmup: int) -> list[Alert]:

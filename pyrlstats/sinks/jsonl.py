@@ -29,7 +29,7 @@ class JsonlSink:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        from pyrlstats.monitor.folder import ALERTS, RUN, STEPS
+        from pyrlstats.monitor.folder import ALERTS, RUN, STEPS  # here: brings the whole monitor with it
 
         self.path = Path(path)
         if self.path.name in (STEPS, ALERTS) and (self.path.parent / RUN).exists():

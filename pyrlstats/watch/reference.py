@@ -48,7 +48,7 @@ def listed(book: RuleSet) -> RenderableType:
         table.add_row(Text(link, style="bold cyan"), "", "")
         for rule in rules:
             what = Text(f"{rule.title}\n")
-            what.append(rule.describe() + _least_tokens(rule), style="dim")
+            what.append(rule.describe(), style="dim")
             table.add_row(Text(f"  {rule.name}"), Text(rule.level, style=STYLES[rule.level]), what)
     return Group(table, Text("\npyrlstats rules --explain NAME says what a rule means and what to do", style="dim"))
 
@@ -67,20 +67,13 @@ def explained(rule: Rule, book: RuleSet) -> RenderableType:
 def _about(rule: Rule, book: RuleSet) -> list[tuple[str, str]]:
     about = [
         ("link", rule.link),
-        (
-            "fires on",
-            rule.describe() + (f", of slices {', '.join(rule.slices)}" if rule.slices else "") + _least_tokens(rule),
-        ),
+        ("fires on", rule.describe() + (f", of slices {', '.join(rule.slices)}" if rule.slices else "")),
         ("means", rule.meaning),
         ("look first at", rule.look_at),
         ("try", rule.try_next),
     ]
     about += [(f"{name} is", _signal(name, book)) for name in _scalars(rule) if name in book.signals]
     return [(title, text) for title, text in about if text]
-
-
-def _least_tokens(rule: Rule) -> str:
-    return f", at steps with at least {rule.min_tokens:,} tokens in the slice" if rule.min_tokens else ""
 
 
 def _scalars(rule: Rule) -> list[str]:
@@ -103,7 +96,7 @@ def markdown(book: RuleSet) -> str:
         for rule in rules:
             lines += [f"**`{rule.name}`** ({rule.level}): {rule.title}.", ""]
             slices = f", of slices {', '.join(f'`{each}`' for each in rule.slices)}" if rule.slices else ""
-            lines += [f"- fires on: {rule.describe().replace('|', chr(92) + '|')}{slices}{_least_tokens(rule)}"]
+            lines += [f"- fires on: {rule.describe().replace('|', chr(92) + '|')}{slices}"]
             for title, text in (("means", rule.meaning), ("look first at", rule.look_at), ("try", rule.try_next)):
                 lines += [f"- {title}: {text}"] if text else []
             lines.append("")
