@@ -144,6 +144,19 @@ def test_going_back_takes_alerts_back(tmp_path):
     monitor.close()
 
 
+def test_going_back_forgets_snapshots_though_alerts_cannot_be_taken_back(tmp_path, monkeypatch):
+    monitor = run(Monitor(tmp_path, baseline=BASELINE), range(100))
+
+    def fail(step):
+        raise OSError("no space")
+
+    monkeypatch.setattr(monitor._writer, "back_to", fail)
+    run(monitor, range(30, 36))
+    assert monitor.lost == {"alerts": 1}
+    monitor._writer.close()  # dropped, not closed
+    assert Monitor(tmp_path, baseline=BASELINE)._watcher.last_step == 35
+
+
 def test_without_a_folder_going_back_counts_as_new(caplog):
     monitor = run(Monitor(baseline=20), [1, 2, 2, 1])
     assert monitor.lost == {"going back": 2}

@@ -535,9 +535,12 @@ def test_slices_with_too_few_tokens_at_every_step_are_named(tmp_path: Path) -> N
     rules = load_rules(write(tmp_path, text), builtin=False)
     few, once = np.full(100, 999.0), np.full(100, 999.0)
     once[50] = 1000.0
-    signals = {"a/ess": np.ones(100), "a/n_finite": few, "b/ess": np.ones(100), "b/n_finite": once}
+    signals = {"a/n_finite": few, "b/n_finite": once, "c/n_finite": few, "d/n_finite": np.full(100, np.nan)}
+    signals |= {f"{name}/ess": np.ones(100) for name in "abcd"}
     table = Table(STEPS, signals)
-    expected = ["rules that never look at a, which has fewer than 1,000 tokens at every step: 1 (mine)"]
+    expected = [
+        "slices with fewer than 1,000 tokens at every step, at which some rules never look: 2 (a, c; the rules: mine)"
+    ]
     assert replay(rules, table, 10).notices == expected
     _, book = step_by_step(rules, table)
     assert book.notices(at_end=True) == expected

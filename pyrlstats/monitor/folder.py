@@ -66,6 +66,10 @@ class RunWriter:
     def __init__(self, path: str | Path, start: float) -> None:
         self.path = Path(path)
         info = read_info(self.path)  # something else is left as it is
+        for name in (STEPS, ALERTS):
+            file = self.path / name
+            if info is None and file.exists() and file.stat().st_size > 0:
+                raise ValueError(f"{file} was written by something else: use another run folder")
         self.path.mkdir(parents=True, exist_ok=True)
         for folder in (ARTIFACTS, SNAPSHOTS):
             (self.path / folder).mkdir(exist_ok=True)

@@ -9,6 +9,7 @@ import time
 import zipfile
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -260,11 +261,14 @@ class Monitor:
         )
         self._went_back = True
         if self._writer is not None:
-            try:
-                self._writer.back_to(step)
-                snapshots.forget(self._writer, step)
-            except OSError as error:
-                self._lose("alerts", error)
+            for kind, forget in (
+                ("alerts", self._writer.back_to),
+                ("snapshots", partial(snapshots.forget, self._writer)),
+            ):
+                try:
+                    forget(step)
+                except OSError as error:
+                    self._lose(kind, error)
         try:
             return self._restore(self._path, step)
         except (OSError, ValueError) as error:

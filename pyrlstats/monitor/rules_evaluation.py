@@ -89,7 +89,7 @@ class RuleBook:
                 self.missing.setdefault(bound.rule.name, Counter()).update(bound.absent)
                 continue
             tokens = bound.tokens.key if bound.tokens is not None else None
-            if tokens is not None and tokens in signals:
+            if tokens is not None and not math.isnan(signals.get(tokens, math.nan)):
                 self._most[tokens] = max(self._most.get(tokens, 0.0), signals[tokens])
             evidence = bound.held(step, history, self._presence)
             if evidence is not None:
@@ -515,21 +515,24 @@ class Names:
 
 
 def too_few(bounds: Sequence[Bound], most: Mapping[str, float]) -> list[str]:
-    """One sentence for each slice that rules never look at, as it never has the tokens they want.
+    """One sentence for slices at which the same rules never look, as they never have the tokens these want.
 
     Args:
         bounds: rules on slices.
         most: key of a slice's finite tokens -> the most it had at a step.
     """
-    silent: dict[tuple[str | None, int], list[str]] = {}
+    silent: dict[tuple[str, int], list[str]] = {}
     for bound in bounds:
         key = bound.tokens.key if bound.tokens is not None and not bound.absent else None
         if key is not None and key in most and most[key] < bound.rule.min_tokens:
-            silent.setdefault((bound.slice, bound.rule.min_tokens), []).append(bound.rule.name)
+            silent.setdefault((bound.slice or "", bound.rule.min_tokens), []).append(bound.rule.name)
+    alike: dict[tuple[int, tuple[str, ...]], list[str]] = {}
+    for (name, least), rules in silent.items():
+        alike.setdefault((least, tuple(rules)), []).append(name)
     return [
-        f"rules that never look at {name}, which has fewer than {least:,} tokens at every step: "
-        f"{len(rules)} ({', '.join(rules)})"
-        for (name, least), rules in silent.items()
+        f"slices with fewer than {least:,} tokens at every step, at which some rules never look: "
+        f"{len(slices)} ({', '.join(slices)}; the rules: {', '.join(rules)})"
+        for (least, rules), slices in alike.items()
     ]
 
 

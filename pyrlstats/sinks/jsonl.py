@@ -29,11 +29,8 @@ class JsonlSink:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        from pyrlstats.monitor.folder import ALERTS, RUN, STEPS  # here: brings the whole monitor with it
-
         self.path = Path(path)
-        if self.path.name in (STEPS, ALERTS) and (self.path.parent / RUN).exists():
-            raise ValueError(f"{self.path} belongs to the run folder of a Monitor: use another name or folder")
+        self._check_owner()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, "ab+") as file:
             _cut_torn_line(file)
@@ -42,9 +39,10 @@ class JsonlSink:
         """Append one line.
 
         Raises:
-            ValueError: a scalar named "step" or "time".
+            ValueError: a scalar named "step" or "time", or a monitor has begun to write the file.
             OSError: it could not be written.
         """
+        self._check_owner()
         reserved = {"step", "time"} & set(scalars)
         if reserved:
             raise ValueError(f"scalars must not be named {sorted(reserved)}: every line has those")
@@ -52,6 +50,12 @@ class JsonlSink:
         line = json.dumps(fields, separators=(",", ":"), allow_nan=False) + "\n"
         with open(self.path, "ab", buffering=0) as file:
             file.write(line.encode())
+
+    def _check_owner(self) -> None:
+        from pyrlstats.monitor.folder import ALERTS, RUN, STEPS  # here: brings the whole monitor with it
+
+        if self.path.name in (STEPS, ALERTS) and (self.path.parent / RUN).exists():
+            raise ValueError(f"{self.path} belongs to the run folder of a Monitor: use another name or folder")
 
     def close(self) -> None:
         """Nothing is kept back."""

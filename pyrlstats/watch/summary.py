@@ -203,8 +203,8 @@ def _is_statistic(run: Run, key: str) -> bool:
     from pyrlstats.monitor.rules_names import split_key
 
     slice_key = key.rpartition("/")[0]
-    beside = bool(slice_key) and f"{slice_key}/n_tokens" in run.table.signals
-    return beside or split_key(key) is not None or key.endswith("n_out_of_range")
+    beside = slice_key and all(f"{slice_key}/{count}" in run.table.signals for count in ("n_tokens", "n_finite"))
+    return bool(beside) or split_key(key) is not None or key.endswith("n_out_of_range")
 
 
 def span(steps: NDArray[np.int64]) -> str:

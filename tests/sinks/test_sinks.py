@@ -14,7 +14,7 @@ import torch
 
 from pyrlstats import sinks as package
 from pyrlstats import slice_stats
-from pyrlstats.monitor import Monitor
+from pyrlstats.monitor import Monitor, RunReader
 from pyrlstats.sinks import JsonlSink, Sinks, read_jsonl
 from pyrlstats.state import State
 from pyrlstats.values import value_stats
@@ -190,6 +190,26 @@ def test_jsonl_leaves_a_monitors_files_alone(tmp_path: Any) -> None:
             JsonlSink(tmp_path / "run" / name)
     JsonlSink(tmp_path / "run" / "mine.jsonl").write(1, {}, {"loss": 1.0})
     assert (tmp_path / "run" / "steps.jsonl").read_bytes() == before
+
+
+def test_jsonl_gives_way_to_a_monitor_that_comes_later(tmp_path: Any) -> None:
+    sink = JsonlSink(tmp_path / "steps.jsonl")
+    with Monitor(tmp_path) as monitor:
+        with pytest.raises(ValueError, match="of a Monitor"):
+            sink.write(1, {}, {"loss": 1.0})
+        monitor.observe(1, None, {"loss": 1.0})
+    assert not monitor.lost
+    assert [record.step for record in RunReader(tmp_path).steps] == [1]
+
+
+def test_a_monitor_leaves_the_lines_of_a_sink_alone(tmp_path: Any) -> None:
+    JsonlSink(tmp_path / "steps.jsonl").write(1, {}, {"loss": 1.0})
+    before = (tmp_path / "steps.jsonl").read_bytes()
+    with Monitor(tmp_path) as monitor:
+        monitor.observe(1, None, {"loss": 1.0})
+    assert monitor.lost == {"run folder": 1, "steps": 1}
+    assert [each.name for each in tmp_path.iterdir()] == ["steps.jsonl"]
+    assert (tmp_path / "steps.jsonl").read_bytes() == before
 
 
 def test_jsonl_keeps_its_own_keys(tmp_path: Any) -> None:
