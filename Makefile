@@ -30,6 +30,7 @@ lint: $(VENV)/.package
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $$(find csrc tests/emulated -type f)
 	cd $(VENV) && bin/mypy --config-file $(CURDIR)/pyproject.toml -p pyrlstats
+	cd $(VENV) && bin/python -m mypy.stubtest --mypy-config-file $(CURDIR)/pyproject.toml pyrlstats._core
 
 bench: $(VENV)/.package
 	$(PIP) --group test
